@@ -1,0 +1,39 @@
+# make demo     set up, prepare the small model, run the quickstart
+# make test     set up, run all tests
+# make setup    only the environment
+# PIP_FLAGS     e.g. --extra-index-url https://download.pytorch.org/whl/cpu where plain torch is the CUDA build
+
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS)
+# PATH: the same ninja must build and later check DeepSpeed's operators, or it builds them again.
+IN_VENV := PATH="$(abspath $(BIN)):$$PATH" TORCH_EXTENSIONS_DIR="$(abspath $(VENV)/torch_extensions)"
+ON_CPU := DS_ACCELERATOR=cpu OMP_NUM_THREADS=1
+
+.PHONY: setup demo test
+
+setup: $(VENV)/ready
+
+# SGLang's own requirements name CUDA builds, torchvision and triton are only imported on CPU: all without theirs.
+$(VENV)/ready: setup.py constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) -c constraints.txt torch
+	$(PIP) -c constraints.txt -e '.[cpu,megatron,dev]'
+	$(PIP) -c constraints.txt --no-deps sglang triton torchvision
+	$(MAKE) --no-print-directory -j2 $(VENV)/op-CPUAdamBuilder $(VENV)/op-ShareMemCommBuilder
+	touch $@
+
+# DeepSpeed compiles these at first use; here once, in parallel, so that the first run starts at once. They stay in this
+# environment: another one would otherwise overwrite them in the shared cache.
+$(VENV)/op-%:
+	$(IN_VENV) $(ON_CPU) python -c 'from deepspeed.ops.op_builder import CPUAdamBuilder; from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder; $*().load(verbose=False)' > $@.log 2>&1 || { cat $@.log; exit 1; }
+	touch $@
+
+demo: setup
+	$(IN_VENV) python -m rlhf_mp.quickstart
+	$(IN_VENV) deepspeed --num_gpus 2 launch/train.py --config configs/quickstart.yaml
+
+test: setup
+	$(IN_VENV) $(ON_CPU) python -m pytest $(ARGS)
