@@ -1,0 +1,46 @@
+"""Can the run continue from the checkpoint it would choose? Looks at names and sizes, reads no weights."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from rlhf_mp import checkpoint
+from rlhf_mp.config.schema import RunConfig
+from rlhf_mp.errors import CheckpointError, Problem
+
+NEW_RUN = (
+    "trainer.experiment_name=<new name> (trainer.default_local_dir=<new folder> where that is set) starts a new run, "
+    "trainer.resume_mode=disable starts over in the same folder"
+)
+
+
+def checkpoint_problems(config: RunConfig) -> Iterator[Problem]:
+    """What keeps the run from resuming as ``trainer.resume_mode`` says."""
+    trainer, model = config.trainer, Path(config.actor_rollout_ref.model.path)
+    if trainer.resume_mode == "disable":
+        return
+    candidates = checkpoint.newest_first(Path(trainer.default_local_dir))
+    key, found, fix = "trainer.resume_mode", trainer.resume_mode, NEW_RUN
+    if trainer.resume_mode == "resume_path":
+        if trainer.resume_from_path is None:  # checks.py says so
+            return
+        candidates = [Path(trainer.resume_from_path)]
+        key, found, fix = "trainer.resume_from_path", trainer.resume_from_path, "name another global_step_* folder"
+        if not candidates[0].is_dir():
+            yield Problem(key, found, "there is no such folder", fix)
+            return
+    try:
+        identity = checkpoint.model_identity(model)
+    except (OSError, ValueError):  # model_folder.py says so
+        return
+    damaged = []
+    for folder in candidates:
+        try:
+            state = checkpoint.read_state(folder, checksums=False)
+        except CheckpointError as error:
+            damaged.append(str(error))
+            continue
+        for reason in checkpoint.misfits(state, identity, trainer.num_ranks):
+            yield Problem(key, found, f"{folder} {reason}", fix)
+        return
+    if damaged:
+        yield Problem(key, found, f"no undamaged checkpoint: {'; '.join(damaged)}", fix)

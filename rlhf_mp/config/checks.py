@@ -1,0 +1,286 @@
+"""Rules between knobs: one ``if`` and one ``yield`` each. Nothing here looks at files or at the machine's GPUs."""
+
+from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
+from dataclasses import asdict
+from importlib.util import find_spec
+
+from rlhf_mp.config import megatron_checks
+from rlhf_mp.config.schema import ActorConfig, DeepSpeedConfig, RunConfig
+from rlhf_mp.errors import Problem
+
+ACTOR, ROLLOUT, SYNC = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.weight_sync"
+
+
+def written_problems(config: RunConfig, given: AbstractSet[str]) -> Iterator[Problem]:
+    """Contradictions and knobs without effect in what somebody wrote. A default without effect is no problem.
+
+    Args:
+        config: before knobs that follow from others are filled in.
+        given: the keys written in a file or override.
+    """
+    yield from _written_actor_problems(config, given)
+    yield from megatron_checks.written_problems(config)
+    trainer = config.trainer
+    if config.data.system_prompt and not config.data.apply_chat_template:
+        yield Problem(
+            "data.system_prompt",
+            config.data.system_prompt,
+            "no effect with data.apply_chat_template=false",
+            "data.apply_chat_template=true, or remove it",
+        )
+    if trainer.resume_from_path is not None and trainer.resume_mode != "resume_path":
+        yield Problem(
+            "trainer.resume_from_path",
+            trainer.resume_from_path,
+            f"no effect with trainer.resume_mode={trainer.resume_mode}",
+            "trainer.resume_mode=resume_path",
+        )
+
+
+def _written_actor_problems(config: RunConfig, given: AbstractSet[str]) -> Iterator[Problem]:
+    actor = config.actor_rollout_ref.actor
+    reshard, stage = f"{ACTOR}.fsdp_config.reshard_after_forward", f"{ACTOR}.deepspeed.zero_stage"
+    if {reshard, stage} <= given and actor.fsdp_config.reshard_after_forward != (actor.deepspeed.zero_stage == 3):
+        yield Problem(
+            stage,
+            actor.deepspeed.zero_stage,
+            f"{reshard}={_yaml(actor.fsdp_config.reshard_after_forward)} says otherwise: true is ZeRO-3, false ZeRO-2",
+            "keep only one of the two",
+        )
+    unchanged = (DeepSpeedConfig(), DeepSpeedConfig(zero_stage=3))  # 3 is what an unset stage becomes
+    if actor.strategy != "deepspeed" and actor.deepspeed not in unchanged:
+        yield Problem(
+            f"{ACTOR}.deepspeed",
+            asdict(actor.deepspeed),
+            f"no effect with {ACTOR}.strategy={actor.strategy}",
+            f"remove the section, or {ACTOR}.strategy=deepspeed",
+        )
+    if actor.kl_loss_coef not in (0, ActorConfig().kl_loss_coef) and not actor.use_kl_loss:
+        yield Problem(
+            f"{ACTOR}.kl_loss_coef",
+            actor.kl_loss_coef,
+            f"no effect with {ACTOR}.use_kl_loss=false",
+            f"{ACTOR}.use_kl_loss=true, or {ACTOR}.kl_loss_coef=0",
+        )
+
+
+def cross_problems(config: RunConfig) -> Iterator[Problem]:
+    """Rules that need two knobs of a config whose derived knobs are filled in."""
+    yield from _batch_problems(config)
+    yield from _length_problems(config)
+    yield from _actor_problems(config)
+    yield from _engine_problems(config)
+    yield from _trainer_problems(config)
+
+
+def _batch_problems(config: RunConfig) -> Iterator[Problem]:
+    policy, ranks = config.actor_rollout_ref, config.data_parallel_size
+    prompts, mini = config.data.train_batch_size, policy.actor.ppo_mini_batch_size
+    if prompts % mini:
+        yield Problem(
+            f"{ACTOR}.ppo_mini_batch_size",
+            mini,
+            f"does not divide data.train_batch_size = {prompts}; both count prompts",
+            f"{ACTOR}.ppo_mini_batch_size={_largest_divisor(prompts, mini)}",
+        )
+    if mini < ranks:
+        yield Problem(
+            f"{ACTOR}.ppo_mini_batch_size",
+            mini,
+            f"fewer prompts than the {ranks} ranks that get data of their own; "
+            "the responses to one prompt stay on one rank, so some would have nothing to train on",
+            f"{ACTOR}.ppo_mini_batch_size={ranks}, or fewer ranks",
+        )
+    if config.algorithm.adv_estimator == "grpo" and policy.rollout.n < 2:
+        yield Problem(
+            f"{ROLLOUT}.n",
+            policy.rollout.n,
+            "GRPO compares the responses to one prompt; a single one has advantage 0",
+            f"{ROLLOUT}.n=8",
+        )
+
+
+def _length_problems(config: RunConfig) -> Iterator[Problem]:
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    what = f"data.max_prompt_length + data.max_response_length = {longest}"
+    if actor.use_dynamic_bsz:
+        for name in ("ppo_max_token_len_per_gpu", "log_prob_max_token_len_per_gpu"):
+            if getattr(actor, name) < longest:
+                yield Problem(
+                    f"{ACTOR}.{name}",
+                    getattr(actor, name),
+                    f"one sequence may be longer: {what}",
+                    f"{ACTOR}.{name}={longest}, or shorter sequences",
+                )
+    if rollout.max_model_len < longest:
+        yield Problem(
+            f"{ROLLOUT}.max_model_len",
+            rollout.max_model_len,
+            f"one sequence may be longer: {what}",
+            f"{ROLLOUT}.max_model_len={longest}, or shorter sequences",
+        )
+    if rollout.max_total_tokens is not None and rollout.max_total_tokens < rollout.max_model_len:
+        yield Problem(
+            f"{ROLLOUT}.max_total_tokens",
+            rollout.max_total_tokens,
+            f"the KV cache holds less than one sequence of {ROLLOUT}.max_model_len = {rollout.max_model_len}",
+            f"{ROLLOUT}.max_total_tokens={rollout.max_model_len}",
+        )
+
+
+def _actor_problems(config: RunConfig) -> Iterator[Problem]:
+    actor, ref = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref
+    if actor.strategy == "torch":
+        yield from _torch_problems(config)
+    elif actor.strategy == "megatron":
+        yield from megatron_checks.megatron_problems(config)
+    elif actor.fsdp_config.param_offload and actor.deepspeed.zero_stage != 3:
+        yield Problem(
+            f"{ACTOR}.fsdp_config.param_offload",
+            True,
+            "only ZeRO-3 keeps parameters in host memory, and "
+            f"{ACTOR}.deepspeed.zero_stage = {actor.deepspeed.zero_stage}",
+            f"{ACTOR}.deepspeed.zero_stage=3, or {ACTOR}.fsdp_config.param_offload=false",
+        )
+    elif actor.fsdp_config.optimizer_offload and actor.deepspeed.zero_stage == 0:
+        yield Problem(
+            f"{ACTOR}.fsdp_config.optimizer_offload",
+            True,
+            "ZeRO-0 keeps the whole optimizer on every rank's device",
+            f"{ACTOR}.deepspeed.zero_stage=2",
+        )
+    if ref.fsdp_config.optimizer_offload:
+        yield Problem(
+            "actor_rollout_ref.ref.fsdp_config.optimizer_offload",
+            True,
+            "the reference model is frozen and has no optimizer",
+            "actor_rollout_ref.ref.fsdp_config.optimizer_offload=false",
+        )
+    if actor.use_kl_loss and actor.kl_loss_coef == 0:
+        yield Problem(
+            f"{ACTOR}.kl_loss_coef",
+            actor.kl_loss_coef,
+            "a reference model would be held and run for a loss term of weight 0",
+            f"{ACTOR}.kl_loss_coef=0.001, or {ACTOR}.use_kl_loss=false",
+        )
+    if len(actor.optim.betas) != 2 or max(actor.optim.betas) >= 1:
+        yield Problem(
+            f"{ACTOR}.optim.betas",
+            actor.optim.betas,
+            "AdamW has two decay rates, each from 0 to below 1",
+            f"{ACTOR}.optim.betas=[0.9,0.999]",
+        )
+    if actor.optim.lr_scheduler_type == "constant" and actor.optim.min_lr_ratio > 0:
+        yield Problem(
+            f"{ACTOR}.optim.min_lr_ratio",
+            actor.optim.min_lr_ratio,
+            f"no effect with {ACTOR}.optim.lr_scheduler_type=constant",
+            f"{ACTOR}.optim.lr_scheduler_type=cosine, or {ACTOR}.optim.min_lr_ratio=0",
+        )
+
+
+def _torch_problems(config: RunConfig) -> Iterator[Problem]:
+    """What the one-process backend cannot do."""
+    policy, ranks = config.actor_rollout_ref, config.trainer.num_ranks
+    if ranks != 1:
+        yield Problem(
+            f"{ACTOR}.strategy",
+            "torch",
+            f"it is one process, and trainer.nnodes * trainer.n_gpus_per_node = {ranks}",
+            f"{ACTOR}.strategy=deepspeed, or trainer.nnodes=1 trainer.n_gpus_per_node=1",
+        )
+    for where, offload in ((ACTOR, policy.actor.fsdp_config), ("actor_rollout_ref.ref", policy.ref.fsdp_config)):
+        for name in ("param_offload", "optimizer_offload"):
+            if getattr(offload, name):
+                yield Problem(
+                    f"{where}.fsdp_config.{name}",
+                    True,
+                    f"no effect with {ACTOR}.strategy=torch",
+                    f"{where}.fsdp_config.{name}=false, or {ACTOR}.strategy=deepspeed",
+                )
+
+
+def _engine_problems(config: RunConfig) -> Iterator[Problem]:
+    rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
+    tp, engines = rollout.tensor_model_parallel_size, rollout.num_engines
+    if trainer.n_gpus_per_node % tp:
+        yield Problem(
+            f"{ROLLOUT}.tensor_model_parallel_size",
+            tp,
+            f"does not divide trainer.n_gpus_per_node = {trainer.n_gpus_per_node}, so an engine would span machines",
+            f"{ROLLOUT}.tensor_model_parallel_size={_largest_divisor(trainer.n_gpus_per_node, tp)}",
+        )
+    elif trainer.device != "cpu" and trainer.num_ranks % (tp * engines):
+        yield Problem(
+            f"{ROLLOUT}.num_engines",
+            engines,
+            f"{engines} engines of {tp} GPU(s) cannot share {trainer.num_ranks} GPUs evenly",
+            f"{ROLLOUT}.num_engines={trainer.num_ranks // tp}, or trainer.device=cpu where any number goes",
+        )
+    if config.actor_rollout_ref.weight_sync.transport == "tensor" and trainer.nnodes > 1:
+        yield Problem(
+            f"{SYNC}.transport",
+            "tensor",
+            f"shared memory ends at the machine, and trainer.nnodes = {trainer.nnodes}",
+            f"{SYNC}.transport=distributed",
+        )
+    if rollout.enforce_eager and rollout.cudagraph_capture_sizes:
+        yield Problem(
+            f"{ROLLOUT}.cudagraph_capture_sizes",
+            rollout.cudagraph_capture_sizes,
+            f"nothing is captured with {ROLLOUT}.enforce_eager=true",
+            f"{ROLLOUT}.enforce_eager=false, or {ROLLOUT}.cudagraph_capture_sizes=null",
+        )
+    if rollout.top_k == 0:
+        yield Problem(f"{ROLLOUT}.top_k", 0, "no token would be left", f"{ROLLOUT}.top_k=-1")
+    if rollout.val_kwargs.temperature == 0 and rollout.val_kwargs.n > 1:
+        yield Problem(
+            f"{ROLLOUT}.val_kwargs.n",
+            rollout.val_kwargs.n,
+            "greedy responses (val_kwargs.temperature=0) to one prompt are all the same",
+            f"{ROLLOUT}.val_kwargs.n=1, or {ROLLOUT}.val_kwargs.temperature=1",
+        )
+
+
+def _trainer_problems(config: RunConfig) -> Iterator[Problem]:
+    trainer, data = config.trainer, config.data
+    if trainer.resume_mode == "resume_path" and trainer.resume_from_path is None:
+        yield Problem(
+            "trainer.resume_from_path",
+            None,
+            "trainer.resume_mode=resume_path needs it",
+            "trainer.resume_from_path=<a global_step_* folder>, or trainer.resume_mode=auto",
+        )
+    for key, value in (
+        ("trainer.test_freq", trainer.test_freq),
+        ("trainer.save_freq", trainer.save_freq),
+        ("data.val_max_samples", data.val_max_samples),
+    ):
+        if value == 0:
+            yield Problem(key, value, "must be -1 or at least 1", f"{key}=-1")
+    if trainer.test_freq > 0 and not data.val_files:
+        yield Problem(
+            "trainer.test_freq",
+            trainer.test_freq,
+            "there is nothing to validate on: data.val_files is empty",
+            "data.val_files=<file>, or trainer.test_freq=-1",
+        )
+    for package in ("tensorboard", "wandb"):
+        if package in trainer.logger and find_spec(package) is None:
+            others = [name for name in trainer.logger if name != package]
+            yield Problem(
+                "trainer.logger",
+                trainer.logger,
+                f"the package {package} is not installed",
+                f"pip install {package}, or trainer.logger=[{','.join(others or ['console'])}]",
+            )
+
+
+def _largest_divisor(number: int, at_most: int) -> int:
+    return next(d for d in range(min(at_most, number), 0, -1) if number % d == 0)
+
+
+def _yaml(value: bool) -> str:
+    return str(value).lower()

@@ -1,0 +1,46 @@
+"""Knobs that follow from others. After loading none of these is unset."""
+
+from pathlib import Path
+
+from rlhf_mp.config.schema import ActorConfig, RolloutConfig, RunConfig
+
+
+def derive(config: RunConfig) -> None:
+    """Fill in, in place, every knob documented as "unset: ..." whose value other knobs decide."""
+    policy, trainer = config.actor_rollout_ref, config.trainer
+    _derive_actor(policy.actor)
+    _derive_rollout(policy.rollout, config)
+    sync = policy.weight_sync
+    if sync.transport is None:
+        sync.transport = "tensor" if trainer.nnodes == 1 else "distributed"
+    if sync.canary_tolerance is None:
+        exact = policy.model.dtype == policy.rollout.dtype == "float32"
+        sync.canary_tolerance = 1e-4 if exact else 0.05
+    if trainer.default_local_dir is None:
+        trainer.default_local_dir = str(Path("runs") / trainer.project_name / trainer.experiment_name)
+
+
+def _derive_actor(actor: ActorConfig) -> None:
+    if actor.clip_ratio_low is None:
+        actor.clip_ratio_low = actor.clip_ratio
+    if actor.clip_ratio_high is None:
+        actor.clip_ratio_high = actor.clip_ratio
+    if actor.log_prob_max_token_len_per_gpu is None:
+        actor.log_prob_max_token_len_per_gpu = actor.ppo_max_token_len_per_gpu
+    if actor.log_prob_micro_batch_size_per_gpu is None:
+        actor.log_prob_micro_batch_size_per_gpu = actor.ppo_micro_batch_size_per_gpu
+    if actor.deepspeed.zero_stage is None:
+        actor.deepspeed.zero_stage = 3 if actor.fsdp_config.reshard_after_forward else 2
+    actor.fsdp_config.reshard_after_forward = actor.deepspeed.zero_stage == 3
+    if actor.megatron.sequence_parallel is None:
+        actor.megatron.sequence_parallel = actor.megatron.tensor_model_parallel_size > 1
+
+
+def _derive_rollout(rollout: RolloutConfig, config: RunConfig) -> None:
+    if rollout.dtype is None:
+        rollout.dtype = config.actor_rollout_ref.model.dtype
+    if rollout.max_model_len is None:
+        rollout.max_model_len = config.data.max_prompt_length + config.data.max_response_length
+    if rollout.num_engines is None:
+        # not a divisor: checks.py says so
+        rollout.num_engines = max(1, config.trainer.num_ranks // rollout.tensor_model_parallel_size)

@@ -1,0 +1,128 @@
+"""Is a folder a Hugging Face checkpoint this run can use? Reads small JSON files and safetensors headers only."""
+
+import json
+import math
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rlhf_mp.config import megatron_checks
+from rlhf_mp.config.schema import RunConfig
+from rlhf_mp.errors import Absent, Problem
+
+KEY = "actor_rollout_ref.model.path"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
+INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+
+
+def model_problems(config: RunConfig) -> Iterator[Problem]:
+    """What keeps ``model.path`` from being trained, served and given prompts."""
+    path = config.actor_rollout_ref.model.path
+    if not path:
+        yield Problem(KEY, path, "there is no model to train", f"{KEY}=<a Hugging Face checkpoint folder>")
+        return
+    folder = Path(path)
+    if not folder.is_dir():
+        yield Absent(KEY, path, "there is no such folder; models are not downloaded during a run", _how_to_get(path))
+        return
+    yield from _missing_files(folder)
+    if config.data.apply_chat_template:
+        yield from _template_problems(folder)
+    if (folder / "config.json").is_file():
+        yield from _shape_problems(folder / "config.json", config)
+
+
+def _how_to_get(path: str) -> str:
+    if path.count("/") == 1 and not path.startswith((".", "~", "/", "runs/")):  # looks like a name on the hub
+        local = f"models/{path.rpartition('/')[2]}"
+        return f"hf download {path} --local-dir {local}, then {KEY}={local}"
+    return "create it, or correct the path (relative paths start where you type the command)"
+
+
+def _missing_files(folder: Path) -> Iterator[Problem]:
+    if not (folder / "config.json").is_file():
+        yield Problem(KEY, str(folder), "the folder has no config.json", "name the folder that holds it")
+    if not [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]:
+        reason = "no weights: neither *.safetensors nor pytorch_model*.bin"
+        yield Problem(KEY, str(folder), reason, _download_again(folder))
+    for index in (folder / name for name in INDEX_FILES if (folder / name).is_file()):
+        try:
+            shards = set(json.loads(index.read_text())["weight_map"].values())
+        except (ValueError, KeyError) as error:
+            yield Problem(str(index), "unreadable", f"no index of weights: {error}", _download_again(folder))
+            continue
+        lost = sorted(name for name in shards if not (folder / name).is_file())
+        if lost:
+            reason = f"{len(lost)} weight file(s) missing, first {lost[0]}"
+            yield Problem(KEY, str(folder), reason, _download_again(folder))
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        yield Problem(KEY, str(folder), f"no tokenizer: none of {', '.join(TOKENIZER_FILES)}", _download_again(folder))
+
+
+def _download_again(folder: Path) -> str:
+    return f"download or save the whole checkpoint again: hf download <name> --local-dir {folder}"
+
+
+def _template_problems(folder: Path) -> Iterator[Problem]:
+    settings = folder / "tokenizer_config.json"
+    if (folder / "chat_template.jinja").is_file() or (folder / "chat_template.json").is_file():
+        return
+    if settings.is_file():
+        try:
+            if "chat_template" in json.loads(settings.read_text()):
+                return
+        except ValueError as error:
+            yield Problem(str(settings), "unreadable", f"not JSON: {error}", _download_again(folder))
+            return
+    yield Problem(
+        "data.apply_chat_template",
+        True,
+        f"the tokenizer in {folder} has no chat template; base models have none",
+        f"data.apply_chat_template=false, or put a chat_template.jinja into {folder}",
+    )
+
+
+def _shape_problems(path: Path, config: RunConfig) -> Iterator[Problem]:
+    """Limits that the architecture sets to the run."""
+    try:
+        model: dict[str, Any] = json.loads(path.read_text())
+    except ValueError as error:
+        yield Problem(str(path), "unreadable", f"not JSON: {error}", "correct or download it again")
+        return
+    if config.actor_rollout_ref.actor.strategy == "megatron":
+        yield from megatron_checks.shape_problems(config, str(path.parent), model)
+    rollout = config.actor_rollout_ref.rollout
+    length, tp = rollout.max_model_len, rollout.tensor_model_parallel_size
+    if "max_position_embeddings" in model and length > model["max_position_embeddings"]:
+        limit = model["max_position_embeddings"]
+        yield Problem(
+            "actor_rollout_ref.rollout.max_model_len",
+            length,
+            f"the model's context ends at {limit} tokens (max_position_embeddings in {path})",
+            f"data.max_prompt_length + data.max_response_length of at most {limit}",
+        )
+    if "num_attention_heads" in model and model["num_attention_heads"] % tp:
+        heads = model["num_attention_heads"]
+        yield Problem(
+            "actor_rollout_ref.rollout.tensor_model_parallel_size",
+            tp,
+            f"does not divide the model's {heads} attention heads",
+            f"actor_rollout_ref.rollout.tensor_model_parallel_size={math.gcd(heads, tp)}",
+        )
+
+
+def count_parameters(folder: Path) -> int | None:
+    """Numbers stored in a checkpoint's safetensors files, from their headers; None if it has none.
+
+    Source: the format starts with the header's length as a little-endian uint64, then that much JSON
+    (huggingface.co/docs/safetensors).
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    total = 0
+    for file in files:
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            header = json.loads(stream.read(length))
+        total += sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+    return total if files else None

@@ -1,0 +1,283 @@
+"""Every knob, its default and its own range. Defaults live here and nowhere else.
+
+Names are those people already write for this kind of trainer; a new name exists only where there was none.
+Units are part of a name (``_s``, ``_mb``, ``_gib``) unless the established name has none.
+A knob that is unset (``None``) because it follows from others is filled in when a config is loaded, see derive.py.
+"""
+
+from dataclasses import MISSING, dataclass, field
+from typing import Any, Literal
+
+
+def knob(default: Any, help: str, *, ge: float | None = None, gt: float | None = None, le: float | None = None) -> Any:
+    """A field with its documentation and its own range. A mutable default is copied for every config."""
+    metadata = {"help": help, "ge": ge, "gt": gt, "le": le}
+    if isinstance(default, (list, dict)):
+        return field(default_factory=default.copy, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def section(kind: type) -> Any:
+    return field(default_factory=kind, metadata={"help": (kind.__doc__ or "").splitlines()[0]})
+
+
+def default_of(f: Any) -> Any:
+    return f.default if f.default is not MISSING else f.default_factory()
+
+
+@dataclass
+class DataConfig:
+    """Where prompts come from and how they are batched."""
+
+    train_files: list[str] = knob([], "file or list of files: .jsonl, .parquet, or a Hugging Face dataset folder")
+    val_files: list[str] = knob([], "held-out prompts, in the same formats; empty: no validation")
+    prompt_key: str = knob("prompt", "column with the prompt: a text, or a list of chat messages")
+    answer_key: str = knob("answer", "column with the reference answer, handed to the reward")
+    system_prompt: str = knob("", "put before every text prompt as a system message")
+    apply_chat_template: bool = knob(True, "wrap prompts in the tokenizer's chat template")
+    train_batch_size: int = knob(1024, "prompts per step", ge=1)
+    max_prompt_length: int = knob(512, "tokens; longer prompts are dropped and counted", ge=1)
+    max_response_length: int = knob(512, "tokens sampled at most", ge=1)
+    filter_overlong_prompts: bool = knob(True, "drop too long prompts; false: they are an error")
+    shuffle: bool = knob(True, "a new order each epoch, from data.seed")
+    seed: int = knob(1, "order of prompts", ge=0)
+    val_max_samples: int = knob(-1, "use only the first so many validation rows; -1: all", ge=-1)
+
+
+@dataclass
+class OffloadConfig:
+    """ZeRO settings under the names used for FSDP."""
+
+    param_offload: bool = knob(False, "keep parameters in host memory, fetch a layer at a time (ZeRO-3)")
+    optimizer_offload: bool = knob(False, "keep optimizer state in host memory and step there")
+    reshard_after_forward: bool = knob(True, "true: ZeRO-3; false: ZeRO-2, whole parameters on every rank")
+    forward_prefetch: bool = knob(True, "fetch the next layer's parameters while this one computes")
+
+
+@dataclass
+class ModelConfig:
+    """The policy's checkpoint and how it is held."""
+
+    path: str = knob("", "Hugging Face checkpoint folder")
+    dtype: Literal["float32", "bfloat16"] = knob("bfloat16", "of weights and activations; the optimizer keeps float32")
+    enable_gradient_checkpointing: bool = knob(True, "recompute activations in the backward pass")
+    enable_activation_offload: bool = knob(False, "keep saved activations in host memory")
+    trust_remote_code: bool = knob(False, "run code that comes with the checkpoint")
+
+
+@dataclass
+class OptimConfig:
+    """AdamW and its learning rate."""
+
+    lr: float = knob(1e-6, "peak learning rate", gt=0)
+    betas: list[float] = knob([0.9, 0.999], "AdamW's two decay rates, each below 1", ge=0)
+    eps: float = knob(1e-8, "AdamW's epsilon", gt=0)
+    weight_decay: float = knob(0.01, "decoupled weight decay", ge=0)
+    lr_warmup_steps: int = knob(0, "optimizer steps of linear warm-up", ge=0)
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = knob("constant", "after warm-up")
+    min_lr_ratio: float = knob(0.0, "where linear and cosine end, as a share of lr", ge=0, le=1)
+
+
+@dataclass
+class DeepSpeedConfig:
+    """What only DeepSpeed has."""
+
+    zero_stage: int | None = knob(None, "0-3; unset: 3, or 2 with fsdp_config.reshard_after_forward=false", ge=0, le=3)
+    reduce_bucket_size: int = knob(50_000_000, "elements reduced at once", ge=1)
+    prefetch_bucket_size: int = knob(50_000_000, "elements fetched ahead (ZeRO-3)", ge=0)
+    param_persistence_threshold: int = knob(100_000, "smaller parameters stay whole on every rank (ZeRO-3)", ge=0)
+
+
+@dataclass
+class MegatronConfig:
+    """What only Megatron has. The ranks that tensor, pipeline and context parallelism leave over are data-parallel."""
+
+    tensor_model_parallel_size: int = knob(1, "ranks that share every matrix", ge=1)
+    pipeline_model_parallel_size: int = knob(1, "ranks that share the layers", ge=1)
+    virtual_pipeline_model_parallel_size: int | None = knob(
+        None, "parts of the layers on each pipeline rank, interleaved for less idle time; unset: one", ge=2
+    )
+    context_parallel_size: int = knob(1, "ranks that share every sequence", ge=1)
+    sequence_parallel: bool | None = knob(
+        None, "share the work between matrices along the sequence too; unset: with tensor parallelism"
+    )
+    use_distributed_optimizer: bool = knob(True, "share optimizer state among data-parallel ranks")
+    recompute: Literal["full", "selective"] = knob(
+        "full", "what enable_gradient_checkpointing recomputes: whole layers, or attention alone"
+    )
+    packed: bool = knob(False, "sequences one after the other instead of padded to the longest of a micro-batch")
+    transformer_impl: Literal["auto", "local", "te"] = knob(
+        "auto", "layers: torch's (local) or Transformer Engine's (te); auto: te on a GPU where it is installed"
+    )
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that hold one copy of the model."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
+
+@dataclass
+class ActorConfig:
+    """The policy's updates."""
+
+    strategy: Literal["deepspeed", "megatron", "torch"] = knob(
+        "deepspeed", "training backend; torch: one process, the reference implementation"
+    )
+    ppo_mini_batch_size: int = knob(256, "prompts per optimizer step", ge=1)
+    ppo_epochs: int = knob(1, "passes over each step's samples", ge=1)
+    use_dynamic_bsz: bool = knob(True, "cut micro-batches by tokens instead of by sequences")
+    ppo_max_token_len_per_gpu: int = knob(16384, "padded tokens per training micro-batch (use_dynamic_bsz)", ge=1)
+    ppo_micro_batch_size_per_gpu: int = knob(8, "sequences per training micro-batch (not use_dynamic_bsz)", ge=1)
+    log_prob_max_token_len_per_gpu: int | None = knob(None, "the same for forward-only passes; unset: ppo_...", ge=1)
+    log_prob_micro_batch_size_per_gpu: int | None = knob(None, "the same for forward-only passes; unset: ppo_...", ge=1)
+    policy_loss: Literal["ppo_clip"] = knob("ppo_clip", "registered policy loss")
+    clip_ratio: float = knob(0.2, "PPO clip, as a distance from 1", gt=0)
+    clip_ratio_low: float | None = knob(None, "lower clip; unset: clip_ratio", gt=0)
+    clip_ratio_high: float | None = knob(None, "upper clip; unset: clip_ratio", gt=0)
+    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = knob(
+        "token-mean", "how per-token losses become one number"
+    )
+    entropy_coeff: float = knob(0.0, "reward for entropy; 0: only logged", ge=0)
+    use_kl_loss: bool = knob(False, "keep close to the reference model by a loss term")
+    kl_loss_coef: float = knob(0.001, "weight of that term", ge=0)
+    kl_loss_type: Literal["k1", "k2", "k3"] = knob("k3", "registered estimator of the divergence")
+    grad_clip: float = knob(1.0, "global gradient norm; 0: no clipping", ge=0)
+    optim: OptimConfig = section(OptimConfig)
+    fsdp_config: OffloadConfig = section(OffloadConfig)
+    deepspeed: DeepSpeedConfig = section(DeepSpeedConfig)
+    megatron: MegatronConfig = section(MegatronConfig)
+
+
+@dataclass
+class RefConfig:
+    """The frozen reference model; built only when something needs it."""
+
+    fsdp_config: OffloadConfig = section(OffloadConfig)
+
+
+@dataclass
+class ValSamplingConfig:
+    """Sampling for validation."""
+
+    n: int = knob(1, "responses per prompt", ge=1)
+    temperature: float = knob(0.0, "0: greedy", ge=0)
+    top_p: float = knob(1.0, "nucleus", gt=0, le=1)
+
+
+@dataclass
+class RolloutConfig:
+    """The SGLang engines."""
+
+    name: Literal["sglang"] = knob("sglang", "rollout engine")
+    n: int = knob(8, "responses per prompt", ge=1)
+    temperature: float = knob(1.0, "log-probs are of the distribution after temperature, here and in training", gt=0)
+    top_p: float = knob(1.0, "nucleus", gt=0, le=1)
+    top_k: int = knob(-1, "most likely tokens kept; -1: all", ge=-1)
+    reproducible: bool = knob(True, "seed every response by itself, so a resumed run samples the same tokens")
+    dtype: Literal["float32", "bfloat16"] | None = knob(None, "of the engine's weights; unset: model.dtype")
+    tensor_model_parallel_size: int = knob(1, "GPUs per engine", ge=1)
+    num_engines: int | None = knob(None, "SGLang servers; unset: ranks / tensor_model_parallel_size", ge=1)
+    gpu_memory_utilization: float = knob(0.5, "share of a GPU for weights and KV cache of the engine", gt=0, le=1)
+    max_num_seqs: int = knob(256, "responses sampled at once by one engine", ge=1)
+    max_num_batched_tokens: int = knob(8192, "tokens per prefill", ge=1)
+    max_model_len: int | None = knob(None, "context length; unset: prompt + response", ge=1)
+    max_total_tokens: int | None = knob(None, "KV cache slots per engine; unset: from memory, on CPU from need", ge=1)
+    enable_chunked_prefill: bool = knob(True, "cut long prompts")
+    enforce_eager: bool = knob(False, "no CUDA graphs")
+    cudagraph_capture_sizes: list[int] | None = knob(None, "batch sizes to capture; unset: SGLang's own", ge=1)
+    engine_args: dict[str, Any] = knob({}, "passed on to sglang.launch_server as they are")
+    startup_timeout_s: float = knob(600, "an engine that is not up by then is an error", gt=0)
+    request_timeout_s: float = knob(3600, "one group of responses may take so long", gt=0)
+    val_kwargs: ValSamplingConfig = section(ValSamplingConfig)
+
+
+@dataclass
+class WeightSyncConfig:
+    """How new weights reach the engines."""
+
+    transport: Literal["tensor", "distributed", "disk"] | None = knob(
+        None,
+        "tensor: CUDA IPC or shared memory, same host; distributed: NCCL or gloo; disk: safetensors; "
+        "unset: tensor on one machine, distributed on several",
+    )
+    bucket_mb: int = knob(256, "MB (10^6 bytes) moved at once", ge=1)
+    canary_tolerance: float | None = knob(
+        None, "largest mean difference of canary log-probs; unset: 1e-4 in float32, 0.05 in bfloat16", gt=0
+    )
+    timeout_s: float = knob(600, "one swap may take so long", gt=0)
+
+
+@dataclass
+class ActorRolloutRefConfig:
+    """The policy: model, updates, reference, sampling."""
+
+    model: ModelConfig = section(ModelConfig)
+    actor: ActorConfig = section(ActorConfig)
+    ref: RefConfig = section(RefConfig)
+    rollout: RolloutConfig = section(RolloutConfig)
+    weight_sync: WeightSyncConfig = section(WeightSyncConfig)
+
+
+@dataclass
+class AlgorithmConfig:
+    """What turns rewards into advantages."""
+
+    adv_estimator: Literal["grpo"] = knob("grpo", "registered advantage estimator")
+    norm_adv_by_std_in_grpo: bool = knob(True, "divide by the group's standard deviation; false: Dr. GRPO")
+
+
+@dataclass
+class RewardConfig:
+    """What a response is worth."""
+
+    name: Literal["exact", "math"] = knob("math", "registered reward")
+    timeout_s: float = knob(5.0, "one response's verification may take so long, then it counts 0", gt=0)
+
+
+@dataclass
+class TrainerConfig:
+    """The job: size, length, output."""
+
+    project_name: str = knob("rlhf_mp", "first folder of the run directory")
+    experiment_name: str = knob("run", "second folder of the run directory")
+    default_local_dir: str | None = knob(None, "run directory; unset: runs/<project_name>/<experiment_name>")
+    nnodes: int = knob(1, "machines", ge=1)
+    n_gpus_per_node: int = knob(8, "training ranks on each machine (on CPU too)", ge=1)
+    device: Literal["auto", "cuda", "cpu"] = knob("auto", "auto: cuda when there is one")
+    seed: int = knob(1, "of everything but data order", ge=0)
+    total_epochs: int = knob(1, "passes over the prompts", ge=1)
+    total_training_steps: int | None = knob(None, "stop after so many steps; unset: total_epochs", ge=1)
+    test_freq: int = knob(-1, "validate every so many steps; -1: only at start and end", ge=-1)
+    val_before_train: bool = knob(True, "validate before the first step")
+    save_freq: int = knob(-1, "checkpoint every so many steps; -1: only at the end", ge=-1)
+    max_actor_ckpt_to_keep: int = knob(2, "older checkpoints are removed", ge=1)
+    save_hf: Literal["last", "always", "never"] = knob("last", "write a Hugging Face checkpoint too")
+    resume_mode: Literal["auto", "disable", "resume_path"] = knob("auto", "auto: newest checkpoint of this run")
+    resume_from_path: str | None = knob(None, "a global_step_* folder, with resume_mode=resume_path")
+    logger: list[Literal["console", "tensorboard", "jsonl", "wandb"]] = knob(
+        ["console", "tensorboard", "jsonl"], "where metrics go"
+    )
+    log_samples: int = knob(2, "prompts whose responses are written to the log each step", ge=0)
+    skip_plan: bool = knob(False, "start even if the planner says that the run cannot fit")
+    phase_timeout_s: float = knob(7200, "a phase that takes longer is reported with stacks and ends the run", gt=0)
+
+    @property
+    def num_ranks(self) -> int:
+        return self.nnodes * self.n_gpus_per_node
+
+
+@dataclass
+class RunConfig:
+    """Everything."""
+
+    data: DataConfig = section(DataConfig)
+    actor_rollout_ref: ActorRolloutRefConfig = section(ActorRolloutRefConfig)
+    algorithm: AlgorithmConfig = section(AlgorithmConfig)
+    reward: RewardConfig = section(RewardConfig)
+    trainer: TrainerConfig = section(TrainerConfig)
+
+    @property
+    def data_parallel_size(self) -> int:
+        """How many ranks get data of their own; the others hold parts of the same model."""
+        actor = self.actor_rollout_ref.actor
+        return self.trainer.num_ranks // (actor.megatron.model_parallel_size if actor.strategy == "megatron" else 1)

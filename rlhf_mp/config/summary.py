@@ -1,0 +1,79 @@
+"""What a run will do, in words and numbers, from its config and the model's folder."""
+
+from pathlib import Path
+
+from rlhf_mp.config.load import config_to_yaml
+from rlhf_mp.config.model_folder import count_parameters
+from rlhf_mp.config.schema import RunConfig
+
+
+def describe_run(config: RunConfig) -> str:
+    """Text for ``--check``: who runs, how a step is cut, which files, and the resolved config as YAML."""
+    lines = [f"{name:<10} {value}" for name, value in {**_who(config), **_step(config), **_files(config)}.items()]
+    return "\n".join([*lines, "", "# resolved configuration", config_to_yaml(config)])
+
+
+def _who(config: RunConfig) -> dict[str, str]:
+    policy, trainer = config.actor_rollout_ref, config.trainer
+    actor, rollout = policy.actor, policy.rollout
+    backend = "plain torch"
+    if actor.strategy == "megatron":
+        sizes = actor.megatron
+        backend = (
+            f"Megatron, tensor parallel {sizes.tensor_model_parallel_size}, "
+            f"pipeline parallel {sizes.pipeline_model_parallel_size}, data parallel {config.data_parallel_size}"
+        )
+    if actor.strategy == "deepspeed":
+        offloads = [name for name in ("param_offload", "optimizer_offload") if getattr(actor.fsdp_config, name)]
+        backend = f"DeepSpeed ZeRO-{actor.deepspeed.zero_stage}" + "".join(f", {name}" for name in offloads)
+    return {
+        "ranks": f"{trainer.num_ranks} ({trainer.nnodes} x {trainer.n_gpus_per_node}), {backend}",
+        "engines": f"{rollout.num_engines} SGLang, tensor parallel {rollout.tensor_model_parallel_size}, "
+        f"{rollout.dtype}",
+        "weights": f"swapped by {policy.weight_sync.transport}, every swap verified",
+        "model": f"{policy.model.path}, {_size(policy.model.path)}, {policy.model.dtype}",
+        "reference": "yes, for the KL loss" if actor.use_kl_loss else "none needed",
+    }
+
+
+def _size(path: str) -> str:
+    count = count_parameters(Path(path))
+    if count is None:
+        return "size unknown (no safetensors)"
+    for unit, scale in (("B", 1e9), ("M", 1e6)):
+        if count >= scale:
+            return f"{count / scale:.2f}{unit} parameters"
+    return f"{count} parameters"
+
+
+def _step(config: RunConfig) -> dict[str, str]:
+    data, policy, ranks = config.data, config.actor_rollout_ref, config.data_parallel_size
+    actor, prompts, n = policy.actor, config.data.train_batch_size, policy.rollout.n
+    minis = prompts // actor.ppo_mini_batch_size
+    optimizer_steps = minis * actor.ppo_epochs
+    cut = f"{actor.ppo_micro_batch_size_per_gpu} sequences"
+    if actor.use_dynamic_bsz:
+        cut = f"{actor.ppo_max_token_len_per_gpu} tokens"
+    longest = data.max_prompt_length + data.max_response_length
+    return {
+        "sampling": f"{prompts} prompts x {n} = {prompts * n} responses a step, each {data.max_prompt_length} + "
+        f"{data.max_response_length} = {longest} tokens at most",
+        "training": f"{minis} mini-batches of {actor.ppo_mini_batch_size} prompts x {actor.ppo_epochs} epoch(s) = "
+        f"{optimizer_steps} optimizer steps, about {prompts * n / ranks:g} responses a rank and step",
+        "cut": f"micro-batches of at most {cut}",
+        "algorithm": f"{config.algorithm.adv_estimator}, {actor.policy_loss}, clip {actor.clip_ratio_low}/"
+        f"{actor.clip_ratio_high}, lr {actor.optim.lr:g}, reward {config.reward.name}",
+    }
+
+
+def _files(config: RunConfig) -> dict[str, str]:
+    trainer, data = config.trainer, config.data
+    length = f"{trainer.total_epochs} epoch(s)"
+    if trainer.total_training_steps is not None:
+        length = f"{trainer.total_training_steps} steps"
+    return {
+        "length": length,
+        "prompts": ", ".join(data.train_files),
+        "validation": ", ".join(data.val_files) or "none",
+        "output": trainer.default_local_dir,
+    }
