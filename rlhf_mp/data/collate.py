@@ -1,0 +1,40 @@
+"""Trajectories to padded tensors."""
+
+from collections.abc import Sequence
+
+import torch
+
+from rlhf_mp.data.types import TokenBatch, Trajectory
+
+
+def collate(trajectories: Sequence[Trajectory]) -> TokenBatch:
+    """One batch on CPU, padded on the right with 0, per-token fields aligned on the token they score.
+
+    Raises:
+        ValueError: no trajectory, or one whose log-probs or mask don't match its response tokens.
+    """
+    if not trajectories:
+        raise ValueError("no trajectories to collate")
+    for i, t in enumerate(trajectories):
+        if not len(t.response_ids) == len(t.response_logprobs) == len(t.loss_mask):
+            raise ValueError(
+                f"trajectory {i} has {len(t.response_ids)} response tokens, {len(t.response_logprobs)} log-probs "
+                f"and a mask of {len(t.loss_mask)}"
+            )
+    width = max(t.num_tokens for t in trajectories)
+
+    def response_tensor(values: list[list[float]] | list[list[bool]]) -> torch.Tensor:
+        rows = []
+        for t, of_response in zip(trajectories, values, strict=True):
+            rows.append([0.0] * len(t.prompt_ids) + [*of_response] + [0.0] * (width - t.num_tokens))
+        return torch.tensor(rows, dtype=torch.float32)
+
+    tokens = [t.prompt_ids + t.response_ids + [0] * (width - t.num_tokens) for t in trajectories]
+    return TokenBatch(
+        tokens=torch.tensor(tokens, dtype=torch.int64),
+        mask=response_tensor([t.loss_mask for t in trajectories]),
+        rewards=torch.tensor([t.reward for t in trajectories], dtype=torch.float32),
+        group_ids=torch.tensor([t.group_id for t in trajectories], dtype=torch.int64),
+        lengths=torch.tensor([t.num_tokens for t in trajectories], dtype=torch.int64),
+        rollout_logprobs=response_tensor([t.response_logprobs for t in trajectories]),
+    )

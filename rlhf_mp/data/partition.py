@@ -1,0 +1,133 @@
+"""Who trains on what: a step's trajectories cut into mini-batches, ranks and micro-batches. Pure Python.
+
+The rules: a prompt's group is never split over ranks or mini-batches (R2); counts are of the whole mini-batch over
+all ranks (R3); every rank gets equally many micro-batches, because each forward and backward is collective.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rlhf_mp.data.types import MiniBatch, Totals
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How much one micro-batch may hold: padded tokens (rows * longest row) or sequences, exactly one of them."""
+
+    max_tokens: int | None = None
+    max_sequences: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.max_tokens is None) == (self.max_sequences is None):
+            raise ValueError(f"{self}: set exactly one of max_tokens and max_sequences")
+
+    def allows(self, num_rows: int, longest: int) -> bool:
+        if self.max_sequences is not None:
+            return num_rows <= self.max_sequences
+        return num_rows * longest <= self.max_tokens
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """One data-parallel rank's part of a step."""
+
+    rows: list[int]  # its trajectories, as indices of the step's list
+    score_rows: list[list[int]]  # forward-only micro-batches, as indices of ``rows``
+    minibatches: list[MiniBatch]  # also as indices of ``rows``
+
+
+def plan_step(
+    lengths: Sequence[int],
+    mask_counts: Sequence[int],
+    group_ids: Sequence[int],
+    *,
+    num_ranks: int,
+    groups_per_minibatch: int,
+    ppo_epochs: int,
+    train_cut: Cut,
+    score_cut: Cut,
+) -> list[RankPlan]:
+    """Cut a step for all ranks, the same way wherever it is called.
+
+    Args:
+        lengths: prompt and response tokens of each trajectory.
+        mask_counts: tokens of each trajectory that the policy chose.
+        group_ids: mini-batches take groups in order of appearance, so the order of prompts decides.
+        ppo_epochs: how often the list of mini-batches is repeated.
+
+    Raises:
+        ValueError: a mini-batch has fewer groups than there are ranks, or a row is longer than ``max_tokens``.
+    """
+    if not len(lengths) == len(mask_counts) == len(group_ids):
+        raise ValueError(f"{len(lengths)} lengths, {len(mask_counts)} mask counts and {len(group_ids)} group ids")
+    groups = rows_of_groups(group_ids)
+    chunks = [groups[i : i + groups_per_minibatch] for i in range(0, len(groups), groups_per_minibatch)]
+    shares = [balance(chunk, lengths, num_ranks) for chunk in chunks]  # [mini-batch][rank] -> rows
+    cuts = [cut_equally(share, lengths, train_cut) for share in shares]  # [mini-batch][rank] -> micro-batches
+    totals = [count(chunk, mask_counts) for chunk in chunks]
+
+    rows_by_rank = [[row for share in shares for row in share[rank]] for rank in range(num_ranks)]
+    score_cuts = cut_equally(rows_by_rank, lengths, score_cut)
+    plans = []
+    for rank, rows in enumerate(rows_by_rank):
+        local = {row: i for i, row in enumerate(rows)}
+        minibatches = [MiniBatch(relabel(cut[rank], local), total) for cut, total in zip(cuts, totals, strict=True)]
+        plans.append(RankPlan(rows, relabel(score_cuts[rank], local), minibatches * ppo_epochs))
+    return plans
+
+
+def rows_of_groups(group_ids: Sequence[int]) -> list[list[int]]:
+    """The rows of each group, groups in order of appearance."""
+    groups: dict[int, list[int]] = {group: [] for group in group_ids}
+    for row, group in enumerate(group_ids):
+        groups[group].append(row)
+    return list(groups.values())
+
+
+def balance(groups: Sequence[list[int]], lengths: Sequence[int], num_ranks: int) -> list[list[int]]:
+    """Groups to ranks, the longest first, each to the rank with the fewest tokens so far. Returns rows per rank."""
+    if len(groups) < num_ranks:
+        raise ValueError(
+            f"a mini-batch of {len(groups)} prompt(s) cannot feed {num_ranks} ranks, as a prompt's responses stay "
+            f"together: use at least {num_ranks} prompts per mini-batch"
+        )
+    num_tokens = [0] * num_ranks
+    rows: list[list[int]] = [[] for _ in range(num_ranks)]
+    for group in sorted(groups, key=lambda group: -sum(lengths[row] for row in group)):
+        rank = min(range(num_ranks), key=lambda rank: (num_tokens[rank], len(rows[rank])))
+        rows[rank] += group
+        num_tokens[rank] += sum(lengths[row] for row in group)
+    return rows
+
+
+def cut_equally(rows_by_rank: Sequence[list[int]], lengths: Sequence[int], cut: Cut) -> list[list[list[int]]]:
+    """Micro-batches of every rank, as many on each: empty ones are added where fewer are needed."""
+    micro_batches = [cut_rows(rows, lengths, cut) for rows in rows_by_rank]
+    most = max(len(mine) for mine in micro_batches)
+    return [mine + [[] for _ in range(most - len(mine))] for mine in micro_batches]
+
+
+def cut_rows(rows: Sequence[int], lengths: Sequence[int], cut: Cut) -> list[list[int]]:
+    """Micro-batches of rows of similar length, the longest first: if memory runs out, it does so at once."""
+    micro_batches: list[list[int]] = []
+    for row in sorted(rows, key=lambda row: -lengths[row]):
+        if not cut.allows(1, lengths[row]):
+            raise ValueError(
+                f"trajectory {row} has {lengths[row]} tokens, more than the {cut.max_tokens} of a micro-batch"
+            )
+        if micro_batches and cut.allows(len(micro_batches[-1]) + 1, lengths[micro_batches[-1][0]]):
+            micro_batches[-1].append(row)
+        else:
+            micro_batches.append([row])
+    return micro_batches
+
+
+def count(groups: Sequence[list[int]], mask_counts: Sequence[int]) -> Totals:
+    rows = [row for group in groups for row in group]
+    num_tokens = sum(mask_counts[row] for row in rows)
+    # At least 1: with every token masked out each sum is 0, and 0 / 1 makes the update nothing where 0 / 0 is nan.
+    return Totals(num_tokens=max(1, num_tokens), num_sequences=len(rows))
+
+
+def relabel(micro_batches: Sequence[list[int]], local: dict[int, int]) -> list[list[int]]:
+    return [[local[row] for row in rows] for rows in micro_batches]

@@ -1,0 +1,64 @@
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import tensor
+
+from rlhf_mp.data.collate import collate
+from rlhf_mp.data.types import Trajectory
+
+SHORT = Trajectory([11, 12], [13], [-0.5], [True], reward=1.0, group_id=4, version=0, finish_reason="stop")
+LONG = Trajectory(
+    prompt_ids=[21],
+    response_ids=[22, 23, 24, 25],
+    response_logprobs=[-1.0, -2.0, 0.0, -4.0],
+    loss_mask=[True, True, False, True],
+    reward=0.25,
+    group_id=9,
+    version=1,
+    finish_reason="length",
+)
+
+
+def test_per_token_fields_are_aligned_on_the_token_they_score():
+    batch = collate([SHORT, LONG])
+    assert batch.tokens.tolist() == [[11, 12, 13, 0, 0], [21, 22, 23, 24, 25]]
+    assert batch.mask.tolist() == [[0, 0, 1, 0, 0], [0, 1, 1, 0, 1]]
+    assert batch.rollout_logprobs.tolist() == [[0, 0, -0.5, 0, 0], [0, -1, -2, 0, -4]]
+    assert batch.rewards.tolist() == [1.0, 0.25]
+    assert batch.group_ids.tolist() == [4, 9]
+    assert batch.lengths.tolist() == [3, 5]
+    assert (batch.tokens.dtype, batch.mask.dtype, batch.rewards.dtype) == (torch.int64, torch.float32, torch.float32)
+    assert batch.old_logprobs is batch.ref_logprobs is batch.advantages is None
+
+
+def test_selecting_a_row_undoes_the_padding_other_rows_caused():
+    together, alone = collate([SHORT, LONG]).select([0]), collate([SHORT])
+    for name in ("tokens", "mask", "rewards", "group_ids", "lengths", "rollout_logprobs"):
+        torch.testing.assert_close(getattr(together, name), getattr(alone, name))
+
+
+def test_selecting_nothing_gives_a_row_that_counts_for_nothing():
+    nothing = collate([SHORT, LONG]).select([])
+    assert nothing.tokens.tolist() == [[11, 12]]
+    assert nothing.mask.tolist() == [[0, 0]]
+
+
+def test_the_order_of_trajectories_is_the_order_of_rows():
+    torch.testing.assert_close(collate([LONG, SHORT]).tokens, collate([SHORT, LONG]).tokens[[1, 0]])
+
+
+def test_a_response_may_be_empty():
+    aborted = replace(SHORT, response_ids=[], response_logprobs=[], loss_mask=[], finish_reason="abort")
+    torch.testing.assert_close(collate([aborted, SHORT]).tokens, tensor([[11, 12, 0], [11, 12, 13]]))
+
+
+@pytest.mark.parametrize("change", [{"response_logprobs": [-1.0, -1.0]}, {"loss_mask": []}, {"response_ids": [1, 2]}])
+def test_log_probs_or_a_mask_of_another_length_are_refused(change):
+    with pytest.raises(ValueError, match="trajectory 1 has . response tokens"):
+        collate([LONG, replace(SHORT, **change)])
+
+
+def test_no_trajectories_are_refused():
+    with pytest.raises(ValueError, match="no trajectories"):
+        collate([])
