@@ -1,0 +1,82 @@
+"""Forward passes over micro-batches, the part all backends that hold a plain module share."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from rlhf_mp.data.types import LossFn, Sums, TokenBatch, Totals
+from rlhf_mp.models.logprobs import policy_output
+
+
+@dataclass(frozen=True)
+class ForwardSettings:
+    """How a backend runs its module."""
+
+    device: torch.device
+    temperature: float  # log-probs are of the distribution that is sampled from
+    entropy_grad: bool  # False saves the backward pass through the entropy when no loss uses it
+    offload_activations: bool
+    autocast: torch.dtype | None = None  # compute type when the module holds float32 weights but trains in less
+
+    def around_forward(self) -> AbstractContextManager:
+        if self.autocast is not None:
+            return torch.autocast(self.device.type, self.autocast)
+        return nullcontext()
+
+    def around_training(self) -> AbstractContextManager:
+        if self.offload_activations:
+            return torch.autograd.graph.save_on_cpu(pin_memory=self.device.type == "cuda")
+        return nullcontext()
+
+
+@torch.no_grad()
+def score(
+    module: nn.Module, micro_batches: Sequence[TokenBatch], settings: ForwardSettings
+) -> list[Float[Tensor, "B T"]]:
+    """Log-probs where the mask is 1, 0 elsewhere, on CPU."""
+    results = []
+    for batch in micro_batches:
+        batch = batch.to(settings.device)
+        with settings.around_forward():
+            output = policy_output(module, batch, temperature=settings.temperature, entropy_grad=False)
+        results.append((output.logprobs * batch.mask).cpu())
+    return results
+
+
+def losses(
+    module: nn.Module,
+    micro_batches: Sequence[TokenBatch],
+    totals: Totals,
+    loss_fn: LossFn,
+    settings: ForwardSettings,
+    add: Callable[[dict[str, tuple[Tensor, Tensor]]], None],
+) -> Iterator[Tensor]:
+    """The loss of each micro-batch in turn, for the caller to send backward before it asks for the next."""
+    for batch in micro_batches:
+        batch = batch.to(settings.device)
+        with settings.around_training(), settings.around_forward():
+            output = policy_output(module, batch, temperature=settings.temperature, entropy_grad=settings.entropy_grad)
+            loss, metrics = loss_fn(output, batch, totals)
+        add(metrics)
+        yield loss
+
+
+class MetricSums:
+    """Adds metrics on the device; one transfer at the end instead of one a value."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+
+    def add(self, metrics: dict[str, tuple[Tensor, Tensor]]) -> None:
+        for name, (total, count) in metrics.items():
+            pair = torch.stack(
+                [torch.as_tensor(total).detach().double(), torch.as_tensor(count, device=total.device).double()]
+            )
+            self._sums[name] = self._sums[name] + pair if name in self._sums else pair
+
+    def result(self) -> Sums:
+        return {name: (pair[0].item(), pair[1].item()) for name, pair in self._sums.items()}

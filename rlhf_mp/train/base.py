@@ -1,0 +1,51 @@
+"""What a training backend must do. TorchEngine is the smallest thing that does it, and the oracle for the others."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from jaxtyping import Float
+from torch import Tensor
+
+from rlhf_mp.data.types import LossFn, Sums, TokenBatch, Totals
+
+
+@dataclass(frozen=True)
+class ParallelLayout:
+    """One rank's place among the ranks. Those of equal ``dp_rank`` hold parts of one model and get the same data."""
+
+    dp_rank: int
+    dp_size: int
+    is_output_rank: bool  # the one of these ranks whose sums count: the others hold the same, or nothing
+
+
+class Scorer(Protocol):
+    """A model spread over the launched ranks. Every method is collective: all ranks call it, in the same order."""
+
+    layout: ParallelLayout
+
+    def score(self, micro_batches: Sequence[TokenBatch]) -> list[Float[Tensor, "B T"]]:
+        """Log-probs of each micro-batch's tokens, without gradient, on CPU, 0 at t = 0 and on padding."""
+        ...
+
+
+class TrainEngine(Scorer, Protocol):
+    def train_step(self, micro_batches: Sequence[TokenBatch], totals: Totals, loss_fn: LossFn) -> Sums:
+        """Forward and backward over ``micro_batches``, then exactly one optimizer step.
+
+        Returns:
+            The loss function's metrics summed over this rank's micro-batches, plus ``grad_norm`` (global, before
+            clipping) and ``lr``.
+        """
+        ...
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Full tensors under Hugging Face names, tied ones once; each is valid until the next is requested."""
+        ...
+
+    def save(self, directory: Path) -> None:
+        """Write weights, optimizer and scheduler so that ``load`` continues bit-identically at this world size."""
+        ...
+
+    def load(self, directory: Path) -> None: ...

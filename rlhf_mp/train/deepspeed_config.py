@@ -1,0 +1,60 @@
+"""DeepSpeed's JSON from our config, as a pure function."""
+
+from typing import Any
+
+from rlhf_mp.config.schema import ActorConfig, OffloadConfig
+
+
+def train_config(actor: ActorConfig, *, dtype: str, on_cpu: bool) -> dict[str, Any]:
+    """For the actor: optimizer, offload and ZeRO stage.
+
+    One of our optimizer steps is one of DeepSpeed's: the engine sets the accumulation boundary itself, because
+    steps have different numbers of micro-batches.
+    """
+    optim = actor.optim
+    offload = actor.fsdp_config.optimizer_offload
+    optimizer = {"lr": optim.lr, "betas": list(optim.betas), "eps": optim.eps, "weight_decay": optim.weight_decay}
+    if on_cpu and not offload:
+        # DeepSpeed's "fused" Adam on CPU recomputes its bias correction after a restart and drifts; torch's does not.
+        optimizer["torch_adam"] = True
+    return {
+        **_common(dtype),
+        "zero_optimization": zero_section(actor, actor.fsdp_config),
+        "optimizer": {"type": "AdamW", "params": optimizer},
+        "gradient_clipping": actor.grad_clip,  # explicit: DeepSpeed's own default is 1.0, not off
+        "zero_allow_untested_optimizer": True,
+    }
+
+
+def score_config(actor: ActorConfig, fsdp: OffloadConfig, *, dtype: str) -> dict[str, Any]:
+    """For a frozen model spread over the ranks: ZeRO-3 without an optimizer."""
+    section = zero_section(actor, fsdp) | {"stage": 3}
+    section.pop("offload_optimizer", None)
+    if fsdp.param_offload:
+        section["offload_param"] = {"device": "cpu", "pin_memory": True}
+    return {**_common(dtype), "zero_optimization": section}
+
+
+def zero_section(actor: ActorConfig, fsdp: OffloadConfig) -> dict[str, Any]:
+    own = actor.deepspeed
+    section: dict[str, Any] = {"stage": own.zero_stage, "reduce_bucket_size": own.reduce_bucket_size}
+    if own.zero_stage == 3:
+        section |= {
+            "stage3_prefetch_bucket_size": own.prefetch_bucket_size if fsdp.forward_prefetch else 0,
+            "stage3_param_persistence_threshold": own.param_persistence_threshold,
+        }
+    if own.zero_stage == 3 and fsdp.param_offload:
+        section["offload_param"] = {"device": "cpu", "pin_memory": True}
+    if fsdp.optimizer_offload:
+        section["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    return section
+
+
+def _common(dtype: str) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 1,  # DeepSpeed wants a number; losses are normalised by global counts instead
+        "gradient_accumulation_steps": 1,
+        "bf16": {"enabled": dtype == "bfloat16"},
+        "steps_per_print": 10**9,
+        "wall_clock_breakdown": False,
+    }

@@ -1,0 +1,88 @@
+"""Megatron checkpoints: written in one layout of tensor, pipeline and data parallelism, read in any other."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER, MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
+
+from rlhf_mp.errors import CheckpointError
+
+
+def save(directory: Path, models: list[DistributedDataParallel], optimizer: MegatronOptimizer, step: int) -> None:
+    """Collective."""
+    if dist.get_rank() == 0:
+        directory.mkdir(parents=True)
+    dist.barrier()
+    dist_checkpointing.save(_sharded_state(models, optimizer, step, is_loading=False), str(directory))
+
+
+def load(directory: Path, models: list[DistributedDataParallel], optimizer: MegatronOptimizer) -> int:
+    """Collective. Returns the step it was saved with."""
+    if not (directory / "metadata.json").is_file():
+        raise CheckpointError(f"{directory}: no Megatron checkpoint there")
+    state = dist_checkpointing.load(_sharded_state(models, optimizer, 0, is_loading=True), str(directory))
+    for name, model in _named(models).items():
+        model.module.load_state_dict(state[name])
+    optimizer.load_state_dict(state["optimizer"])
+    return state["step"]
+
+
+def _named(models: list[DistributedDataParallel]) -> dict[str, DistributedDataParallel]:
+    return {"model": models[0]} if len(models) == 1 else {f"model{i}": model for i, model in enumerate(models)}
+
+
+def _sharded_state(
+    models: list[DistributedDataParallel], optimizer: MegatronOptimizer, step: int, *, is_loading: bool
+) -> dict[str, Any]:
+    # Of the formats for a distributed optimizer the one that any other layout can read.
+    wanted = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+    metadata = ensure_metadata_has_dp_cp_group(wanted)
+    state = {name: model.module.sharded_state_dict(metadata=metadata) for name, model in _named(models).items()}
+    of_models = dict(state) if len(models) > 1 else dict(state["model"])
+    state["optimizer"] = optimizer.sharded_state_dict(of_models, is_loading=is_loading, metadata=metadata)
+    return state | {"step": step}
+
+
+class _TorchAdamCheckpoints(DistributedOptimizer):
+    """Megatron's distributed optimizer, around torch's AdamW (without Transformer Engine or apex).
+
+    As it is (0.16.1) it needs optimizer state to exist before the first step, looks in a checkpoint for a "step" of
+    each parameter that is stored once per group, writes to parameters that require grad, and leaves all parameters
+    with one and the same "step" tensor, which AdamW then increments once for each of them.
+    """
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        for group in self.optimizer.param_groups:
+            for p in group["params"]:
+                if not self.optimizer.state[p]:
+                    zeros = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+                    self.optimizer.state[p] = {"step": torch.zeros(()), **zeros}
+        return super().sharded_state_dict(*args, **kwargs)
+
+    def _set_main_param_and_optimizer_states(self, model_param, tensors: dict[str, torch.Tensor]) -> None:
+        group, index = self.model_param_group_index_map[model_param]
+        p = self.optimizer.param_groups[group]["params"][index]
+        state = self.optimizer.state[p]
+        for name, own in {"param": p, "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}.items():
+            own.copy_(tensors[name])
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        for state in self.optimizer.state.values():
+            state["step"] = state["step"].clone()
+
+
+def with_torch_adam(optimizer: MegatronOptimizer) -> None:
+    """Make the checkpoints of ``optimizer`` those of torch's AdamW, where that is what it steps with."""
+    if not USING_PYTORCH_OPTIMIZER:
+        return
+    for part in optimizer.chained_optimizers:
+        if isinstance(part, DistributedOptimizer):
+            part.__class__ = _TorchAdamCheckpoints

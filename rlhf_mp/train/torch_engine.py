@@ -1,0 +1,70 @@
+"""One process, plain PyTorch: the reference that the other engines are tested against."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from rlhf_mp.config.schema import ActorConfig
+from rlhf_mp.data.types import LossFn, Sums, TokenBatch, Totals
+from rlhf_mp.train import accumulate
+from rlhf_mp.train.accumulate import ForwardSettings, MetricSums
+from rlhf_mp.train.base import ParallelLayout
+from rlhf_mp.train.optimizer import learning_rate_factor
+
+
+class TorchScorer:
+    """A frozen model in one process."""
+
+    layout = ParallelLayout(dp_rank=0, dp_size=1, is_output_rank=True)
+
+    def __init__(self, module: nn.Module, settings: ForwardSettings):
+        self.module = module.to(settings.device).eval()
+        self.settings = settings
+
+    def score(self, micro_batches: Sequence[TokenBatch]) -> list[Tensor]:
+        return accumulate.score(self.module, micro_batches, self.settings)
+
+
+class TorchEngine(TorchScorer):
+    """The same model, trained with AdamW."""
+
+    def __init__(self, module: nn.Module, settings: ForwardSettings, actor: ActorConfig, num_steps: int):
+        super().__init__(module, settings)
+        self.module.train()
+        optim = actor.optim
+        self.grad_clip = actor.grad_clip
+        self.optimizer = torch.optim.AdamW(
+            self.module.parameters(),
+            lr=optim.lr,
+            betas=tuple(optim.betas),
+            eps=optim.eps,
+            weight_decay=optim.weight_decay,
+        )
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, learning_rate_factor(optim, num_steps))
+
+    def train_step(self, micro_batches: Sequence[TokenBatch], totals: Totals, loss_fn: LossFn) -> Sums:
+        sums = MetricSums()
+        for loss in accumulate.losses(self.module, micro_batches, totals, loss_fn, self.settings, sums.add):
+            loss.backward()
+        norm = nn.utils.clip_grad_norm_(self.module.parameters(), self.grad_clip or float("inf"))
+        lr = self.schedule.get_last_lr()[0]
+        self.optimizer.step()
+        self.schedule.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return sums.result() | {"grad_norm": (norm.item(), 1), "lr": (lr, 1)}
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self.module.named_parameters()
+
+    def save(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        state = {"module": self.module, "optimizer": self.optimizer, "schedule": self.schedule}
+        torch.save({name: part.state_dict() for name, part in state.items()}, directory / "torch_engine.pt")
+
+    def load(self, directory: Path) -> None:
+        state = torch.load(directory / "torch_engine.pt", map_location=self.settings.device, weights_only=True)
+        self.module.load_state_dict(state["module"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.schedule.load_state_dict(state["schedule"])

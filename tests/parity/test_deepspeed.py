@@ -1,0 +1,74 @@
+"""DeepSpeed ZeRO 0-3, with and without offload, on one and two real ranks, against the one-process engine."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlhf_mp.cluster.bootstrap import LAUNCHER_ENV
+from rlhf_mp.cluster.first_failure import tail
+
+pytestmark = pytest.mark.engine
+WORKER = Path(__file__).with_name("zero_worker.py")
+ROOT = Path(__file__).parents[2]
+STAGES = [
+    f"stage {stage}, param_offload {param}, optimizer_offload {optimizer}"
+    for stage, param, optimizer in [
+        (0, False, False), (1, False, False), (1, False, True), (2, False, False), (2, False, True), (3, False, False),
+        (3, False, True), (3, True, True),
+    ]
+]  # fmt: skip
+TOLERANCE = 1e-5  # largest difference after ten steps in float32; of the gradient's norm, relative
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])
+def found(request, tiny_checkpoint, tmp_path_factory) -> dict:
+    """What the worker measured: all cases in one launch."""
+    folder = tmp_path_factory.mktemp("parity")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(request.param)]
+    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_ENV}
+    environment |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
+    with (folder / "log").open("wb") as log:
+        done = subprocess.run(
+            [*command, str(WORKER), str(tiny_checkpoint), str(folder / "out.json")],
+            env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, timeout=500, check=False,
+        )  # fmt: skip
+    assert done.returncode == 0, tail(folder / "log", 60)
+    return json.loads((folder / "out.json").read_text())
+
+
+def test_the_reference_engine_really_trained(found):
+    """Engines that stand still would agree with each other too."""
+    assert found["moved"] > 1e-3
+    assert len(set(found["loss"])) == len(found["loss"]) == 10
+    assert all(abs(a - b) > 1e-3 for a, b in zip(found["loss"], found["loss"][1:], strict=False))
+
+
+def test_every_stage_and_offload_was_tried(found):
+    assert [*found["cases"]] == [*STAGES, "reference"]
+
+
+@pytest.mark.parametrize("case", STAGES)
+@pytest.mark.parametrize("what", ["loss", "grad_norm", "weights", "score"])
+def test_ten_steps_agree_with_the_reference_engine(found, case, what):
+    assert found["cases"][case][what] <= TOLERANCE
+
+
+@pytest.mark.parametrize("case", STAGES)
+def test_weights_are_exported_under_the_names_of_the_checkpoint(found, case):
+    assert found["cases"][case]["names"]
+
+
+def test_a_frozen_model_scores_like_one_that_is_not_partitioned(found):
+    assert found["cases"]["reference"]["score"] <= TOLERANCE
+
+
+def test_bfloat16_trains_alongside_float32(found):
+    """Three digits: the first loss is close, and every one and every gradient's norm is a number."""
+    half = found["bfloat16"]
+    assert half["loss"][0] == pytest.approx(found["loss"][0], abs=0.05)
+    assert half["loss"] == pytest.approx(found["loss"], abs=0.2)  # nan is not close to anything
+    assert all(0 < norm < 100 for norm in half["grad_norm"])

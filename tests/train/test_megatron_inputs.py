@@ -1,0 +1,115 @@
+"""Micro-batches to Megatron and back: every token's value comes home to its token, padding or not."""
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rlhf_mp.data.types import TokenBatch
+from rlhf_mp.train import megatron_cpu
+
+if find_spec("mbridge") is None:
+    pytest.skip("Megatron is not installed", allow_module_level=True)
+megatron_cpu.install()
+
+from rlhf_mp.train.megatron_inputs import packed, padded  # noqa: E402
+from rlhf_mp.train.megatron_layers import zigzag_positions  # noqa: E402
+from rlhf_mp.train.megatron_logprobs import vocab_parallel_logprobs_and_entropy  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[dist.ProcessGroup]:
+    """This process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def batch(lengths: list[int], width: int) -> TokenBatch:
+    """Token t of row r is 100 r + t."""
+    rows = len(lengths)
+    tokens = 100 * torch.arange(rows)[:, None] + torch.arange(width)
+    return TokenBatch(
+        tokens=tokens,
+        mask=torch.ones(rows, width),
+        rewards=torch.zeros(rows),
+        group_ids=torch.zeros(rows, dtype=torch.long),
+        lengths=torch.tensor(lengths),
+        rollout_logprobs=torch.zeros(rows, width),
+    )
+
+
+@pytest.mark.parametrize("multiple", [1, 2, 4])
+def test_packed_rows_come_back_where_they_were(multiple):
+    made = packed(batch([5, 2, 3], 5), multiple)
+    assert made.tokens.shape == made.targets.shape == made.positions.shape
+    starts = made.packed.cu_seqlens_q.tolist()
+    assert all(start % multiple == 0 for start in starts)
+    for row, (start, length) in enumerate(zip(starts, [5, 2, 3], strict=False)):
+        assert made.tokens[0, start : start + length].tolist() == [100 * row + t for t in range(length)]
+        assert made.positions[0, start : start + length].tolist() == list(range(length))
+    home = made.restore(made.targets.float())
+    assert home.tolist() == [[0, 1, 2, 3, 4], [0, 101, 0, 0, 0], [0, 201, 202, 0, 0]]
+
+
+def test_packing_leaves_out_the_padding():
+    assert packed(batch([5, 2, 3], 5), 1).tokens.shape == (1, 10)
+
+
+def test_a_row_longer_than_its_batch_is_cut():
+    """So is an empty micro-batch made: the first two tokens of a longer row."""
+    made = packed(batch([9], 4).silenced(), 1)
+    assert made.restore(made.targets.float()).tolist() == [[0, 1]]
+
+
+@pytest.mark.parametrize(("multiple", "length"), [(1, 5), (2, 6), (4, 8)])
+def test_padded_rows_come_back_where_they_were(group, multiple, length):
+    made = padded(batch([5, 2, 3], 5), group, multiple)
+    assert made.tokens.shape == (3, length)
+    assert made.positions[2].tolist() == list(range(length))
+    home = made.restore(made.targets.float())
+    assert home[:, 0].tolist() == [0, 0, 0]
+    assert torch.equal(home[:, 1:], batch([5, 2, 3], 5).tokens[:, 1:].float())
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_context_parallel_ranks_share_positions_and_work_evenly(ranks):
+    length = 2 * ranks * 5
+    shares = [zigzag_positions(rank, ranks, length, torch.device("cpu")) for rank in range(ranks)]
+    assert torch.cat(shares).sort().values.tolist() == list(range(length))
+    assert len({int((share + 1).sum()) for share in shares}) == 1  # position p attends to p + 1 keys
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_padded_vocabulary_gets_no_probability(group, temperature):
+    """Against log_softmax over the real columns alone, values and gradients."""
+    torch.manual_seed(0)
+    tokens = torch.tensor([0, 4, 2])
+    ours = torch.randn(3, 8, requires_grad=True)  # 5 real columns
+    theirs = ours.detach()[:, :5].clone().requires_grad_()
+    before = ours.detach().clone()
+
+    got = vocab_parallel_logprobs_and_entropy(ours, tokens, group, 5, temperature=temperature, entropy_grad=True)
+    log_p = (theirs / temperature).log_softmax(-1)
+    expected = log_p[torch.arange(3), tokens], -(log_p.exp() * log_p).sum(-1)
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b)
+    weights = torch.tensor([1.0, -2.0, 0.5])
+    for logprobs, entropy in (got, expected):
+        ((logprobs + 0.3 * entropy) * weights).sum().backward()
+    torch.testing.assert_close(ours.grad[:, :5], theirs.grad)
+    assert ours.grad[:, 5:].abs().max() == 0
+    assert torch.equal(ours.detach(), before)  # logits are read, not used up
+
+
+def test_entropy_without_gradient_costs_none(group):
+    logits = torch.randn(2, 4, requires_grad=True)
+    logprobs, entropy = vocab_parallel_logprobs_and_entropy(
+        logits, torch.tensor([1, 2]), group, 4, temperature=1.0, entropy_grad=False
+    )
+    assert logprobs.requires_grad and not entropy.requires_grad
+    logprobs.sum().backward()
+    expected = torch.nn.functional.one_hot(torch.tensor([1, 2]), 4) - logits.detach().softmax(-1)
+    torch.testing.assert_close(logits.grad, expected)
