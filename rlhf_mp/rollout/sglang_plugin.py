@@ -1,0 +1,139 @@
+"""What we add inside SGLang's worker processes, through SGLang's own plugin hooks. Inert outside our servers.
+
+1. ``Receiver`` sees every tensor that reaches the model, and refuses a version that is not whole.
+2. Three load formats of ``update_weights_from_tensor``: a version begins, a flat bucket of bytes, a version ends.
+3. Every request samples from its own seed: SGLang does that only together with its deterministic kernels, which not
+   every attention backend has. The same prompt and seed give the same tokens whatever else is in the batch, up to
+   rounding of the logits.
+"""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+ACTIVE = "RLHF_MP_ENGINE"  # set in the environment of the servers we start
+BUCKET_FORMAT = "rlhf_mp.bucket"
+BEGIN_FORMAT = "rlhf_mp.begin"
+COMMIT_FORMAT = "rlhf_mp.commit"
+
+
+def install() -> None:
+    """Entry point, called by SGLang in each of its processes."""
+    if os.environ.get(ACTIVE) != "1":
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from rlhf_mp.weights.receiver import Receiver
+
+    receiver = Receiver()
+    runner = "sglang.srt.model_executor.model_runner.ModelRunner"
+    around = HookType.AROUND
+    HookRegistry.register(f"{runner}.load_model", record_loading(receiver), around)
+    HookRegistry.register(f"{runner}.update_weights_from_tensor", own_formats(receiver), around)
+    HookRegistry.register(
+        "sglang.srt.model_loader.loader.DefaultModelLoader.load_weights_and_postprocess", watch(receiver), around
+    )
+    HookRegistry.register(
+        "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch",
+        seed_each_request,
+        HookType.AFTER,
+    )
+    HookRegistry.register("sglang.srt.layers.sampler.multinomial_with_seed", draw_on_cpu, around)
+
+
+def watch(receiver: Any) -> Callable:
+    """Around the loader that reads checkpoints from disk: the first thing that touches a new model."""
+
+    def load(original: Callable, model: Any, weights: Any, target_device: Any) -> None:
+        if not hasattr(model, "rlhf_mp_watched"):
+            plain = model.load_weights
+            model.load_weights = lambda weights, *args, **kwargs: plain(receiver.arriving(weights), *args, **kwargs)
+            model.rlhf_mp_watched = True
+        original(model, weights, target_device)
+
+    return load
+
+
+def record_loading(receiver: Any) -> Callable:
+    """Around the start-up load: what it read is the list of tensors that every later version must have."""
+
+    def load_model(original: Callable, runner: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(runner, *args, **kwargs)
+        receiver.adopt(bool(getattr(runner.model.config, "tie_word_embeddings", False)))
+        return result
+
+    return load_model
+
+
+def own_formats(receiver: Any) -> Callable:
+    def update(original: Callable, runner: Any, named_tensors: Any, load_format: str | None = None) -> tuple[bool, str]:
+        if load_format == BEGIN_FORMAT:
+            receiver.begin()
+            return True, "begun"
+        if load_format == BUCKET_FORMAT:
+            return load_bucket(runner.model, named_tensors)
+        if load_format == COMMIT_FORMAT:
+            return commit(receiver, runner, named_tensors)
+        return original(runner, named_tensors, load_format)
+
+    return update
+
+
+def load_bucket(model: Any, payload: dict[str, Any]) -> tuple[bool, str]:
+    from rlhf_mp.weights.buckets import Slot, unpack
+
+    slots = [Slot(name, dtype, tuple(shape), size) for name, dtype, shape, size in payload["slots"]]
+    model.load_weights(unpack(slots, payload["data"]))
+    return True, "loaded"
+
+
+def commit(receiver: Any, runner: Any, payload: dict[str, Any]) -> tuple[bool, str]:
+    """True when every tensor-parallel worker got the whole version; only worker 0's answer reaches the caller."""
+    import torch.distributed as dist
+
+    from rlhf_mp.weights.manifest import Manifest
+
+    found = receiver.commit(Manifest.from_json(payload["manifest"]))
+    per_worker: list[list[str]] = [[] for _ in range(runner.tp_size)]
+    dist.all_gather_object(per_worker, found, group=runner.tp_group.cpu_group)
+    problems = [f"worker {rank}: {p}" for rank, worker in enumerate(per_worker) for p in worker]
+    if problems:
+        shown = "; ".join(problems[:5])
+        return False, f"{shown}; {len(problems) - 5} more" if len(problems) > 5 else shown
+    return True, f"verify_s={receiver.seconds:.6f}"
+
+
+def seed_each_request(result: Any, cls: type, batch: Any, vocab_size: int) -> Any:
+    """After SGLang has gathered the sampling parameters of a batch."""
+    import torch
+
+    seeds = [req.sampling_params.sampling_seed for req in batch.reqs]
+    if all(seed is not None for seed in seeds):
+        result.sampling_seed = torch.tensor(seeds, dtype=torch.int64).to(result.device, non_blocking=True)
+    return result
+
+
+def draw_on_cpu(original: Callable, logprobs: Any, seed: Any, positions: Any) -> Any:
+    """Around the seeded draw, whose hash is a Triton kernel: on CPU one uniform number a row, by inverse CDF."""
+    if not logprobs.is_cpu:
+        return original(logprobs, seed, positions)
+    cdf = logprobs.double().exp().cumsum(-1)
+    threshold = uniform(seed, positions)[:, None] * cdf[:, -1:]
+    import torch
+
+    return torch.searchsorted(cdf, threshold, right=True).clamp_(max=logprobs.shape[1] - 1)
+
+
+def uniform(seed: Any, position: Any) -> Any:
+    """float64 numbers in [0, 1), a function of (seed, position) alone.
+
+    Source: SplitMix64, Steele, Lea and Flood, OOPSLA 2014, fig. 16; int64 arithmetic wraps as the original's does.
+    """
+
+    def shifted(x: Any, bits: int) -> Any:  # logical, not arithmetic
+        return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+    x = seed.long() * -7046029254386353131 + position.long() * 6364136223846793005
+    x = (x ^ shifted(x, 30)) * -4658895280553007687
+    x = (x ^ shifted(x, 27)) * -7723592293110705685
+    return shifted(x ^ shifted(x, 31), 11).double() * 2.0**-53

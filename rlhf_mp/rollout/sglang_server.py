@@ -1,0 +1,201 @@
+"""One SGLang server as a child process: its command line, its environment, its life."""
+
+import ctypes
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf_mp.cluster import guard
+from rlhf_mp.config.schema import RolloutConfig
+from rlhf_mp.errors import EngineError
+from rlhf_mp.rollout.sglang_plugin import ACTIVE
+
+PR_SET_PDEATHSIG = 1
+LOG_TAIL = 30
+# Variables a server may inherit. Everything else, the launcher's RANK and MASTER_* above all, stays outside.
+INHERITED = ("PATH", "HOME", "USER", "LANG", "TMPDIR", "VIRTUAL_ENV", *guard.INHERITED)
+INHERITED_PREFIXES = ("LC_", "LD_", "HF_", "SGLANG_", "NCCL_", "GLOO_", "CUDA_HOME", "CUDA_PATH", "TRITON_", "TVM_")
+GRPC_OFFSET = 10_000  # the server also listens at port + 10000
+WITHOUT_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a cluster's proxy can't reach engines
+
+
+@dataclass(frozen=True)
+class ServerPlan:
+    """Everything that decides one server's command line."""
+
+    index: int
+    model_path: str
+    on_cpu: bool
+    gpus: tuple[int, ...]  # physical ids on its node; empty on CPU
+    seed: int
+
+
+@dataclass(frozen=True)
+class Address:
+    """How to reach a server."""
+
+    url: str
+    key: str  # bearer token of every request; weight updates included
+
+
+def server_arguments(plan: ServerPlan, rollout: RolloutConfig, context: int) -> list[str]:
+    """SGLang's arguments from ours; ``engine_args`` come last and win. False and null leave an option out.
+
+    Args:
+        context: tokens of the longest prompt and response together.
+    """
+    arguments: dict[str, Any] = {
+        "model-path": plan.model_path,
+        "tp-size": rollout.tensor_model_parallel_size,
+        "dtype": rollout.dtype,  # always given: SGLang's "auto" turns float32 checkpoints into float16
+        "context-length": rollout.max_model_len,
+        "max-running-requests": rollout.max_num_seqs,
+        "max-prefill-tokens": rollout.max_num_batched_tokens,
+        "chunked-prefill-size": rollout.max_num_batched_tokens if rollout.enable_chunked_prefill else -1,
+        "random-seed": plan.seed,
+        "skip-tokenizer-init": True,
+        "log-level": "warning",
+    }
+    if rollout.max_total_tokens is not None:
+        arguments["max-total-tokens"] = rollout.max_total_tokens
+    if plan.on_cpu:
+        # The fraction only has to leave room: the number of slots below is what bounds the cache.
+        arguments |= {"device": "cpu", "attention-backend": "torch_native", "mem-fraction-static": 0.9}
+        arguments["sleep-on-idle"] = True  # an idle engine would otherwise spin on a core that trains meanwhile
+        # Without this the KV cache takes a share of the machine's memory: enough for every slot at full length.
+        arguments.setdefault("max-total-tokens", rollout.max_num_seqs * (context + 1))
+    else:
+        arguments["mem-fraction-static"] = rollout.gpu_memory_utilization
+        arguments["disable-cuda-graph"] = rollout.enforce_eager
+        if rollout.cudagraph_capture_sizes is not None:
+            arguments["cuda-graph-bs"] = rollout.cudagraph_capture_sizes
+        if rollout.reproducible:
+            arguments["sampling-backend"] = "pytorch"  # flashinfer's sampler takes no seeds
+    for name, value in rollout.engine_args.items():
+        arguments[name.replace("_", "-")] = value
+    return [part for name, value in arguments.items() for part in _flag(name, value)]
+
+
+def _flag(name: str, value: Any) -> list[str]:
+    if value is True:
+        return [f"--{name}"]
+    if value is False or value is None:
+        return []
+    if isinstance(value, list):
+        return [f"--{name}", *map(str, value)]
+    return [f"--{name}", json.dumps(value) if isinstance(value, dict) else str(value)]
+
+
+def server_environment(plan: ServerPlan, tensor_parallel: int, inherited: dict[str, str]) -> dict[str, str]:
+    """A server's whole environment, built from nothing."""
+    kept = {k: v for k, v in inherited.items() if k in INHERITED or k.startswith(INHERITED_PREFIXES)}
+    own = {ACTIVE: "1", "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if not plan.on_cpu:
+        return kept | own | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, plan.gpus))}
+    own |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
+    if tensor_parallel > 1:  # one part per worker; SGLang refuses the variable when there is one
+        cores = sorted(os.sched_getaffinity(0))
+        own["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[i % len(cores)]) for i in range(tensor_parallel))
+    return kept | own
+
+
+def free_port() -> int:
+    """A port that is free now and whose gRPC sibling is too."""
+    while True:
+        with socket.socket() as first, socket.socket() as second:
+            first.bind(("", 0))
+            port = first.getsockname()[1]
+            if port + GRPC_OFFSET > 65_535:
+                continue
+            try:
+                second.bind(("", port + GRPC_OFFSET))
+            except OSError:
+                continue
+            return port
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+class SGLangServer:
+    """Starts on construction. The process that made it must keep the thread that did: Linux ends the child with it."""
+
+    def __init__(self, plan: ServerPlan, rollout: RolloutConfig, context: int, log_file: Path, host: str = "127.0.0.1"):
+        self.name = f"SGLang engine {plan.index}"
+        self.log_file = log_file
+        self.address = Address(f"http://{host}:{free_port()}", secrets.token_hex(16))
+        port = self.address.url.rsplit(":", 1)[1]
+        command = [sys.executable, "-m", "sglang.launch_server", *server_arguments(plan, rollout, context)]
+        command += ["--host", host, "--port", port, "--api-key", self.address.key, "--admin-api-key", self.address.key]
+        environment = server_environment(plan, rollout.tensor_model_parallel_size, dict(os.environ))
+        log_file.parent.mkdir(parents=True, exist_ok=True)
+        with log_file.open("ab") as log:
+            self.process = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
+            )
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Return when the server answers.
+
+        Raises:
+            EngineError: it exited, or is not up after ``timeout_s``.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not self._answers():
+            self.check_alive()
+            if time.monotonic() > deadline:
+                key = "actor_rollout_ref.rollout.startup_timeout_s"
+                raise EngineError(self.name, f"not up after {timeout_s:g} s ({key})", self.log_tail())
+            time.sleep(0.2)
+
+    def _answers(self) -> bool:
+        request = urllib.request.Request(
+            f"{self.address.url}/health_generate", headers={"Authorization": f"Bearer {self.address.key}"}
+        )
+        try:
+            with WITHOUT_PROXY.open(request, timeout=10) as response:
+                return response.status == 200
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def check_alive(self) -> None:
+        if (code := self.process.poll()) is not None:
+            raise EngineError(self.name, describe_exit(code), self.log_tail())
+
+    def log_tail(self, num_lines: int = LOG_TAIL) -> str:
+        lines = self.log_file.read_text(errors="replace").splitlines()
+        return "\n".join(lines[-num_lines:])
+
+    def stop(self, grace_s: float = 5.0) -> None:
+        """End the server and its workers."""
+        for sig in (signal.SIGTERM, signal.SIGKILL):
+            try:
+                os.killpg(self.process.pid, sig)
+            except ProcessLookupError:
+                return
+            try:
+                self.process.wait(grace_s)
+            except subprocess.TimeoutExpired:
+                continue
+
+
+def describe_exit(code: int) -> str:
+    """A return code in words."""
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"

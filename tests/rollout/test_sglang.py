@@ -1,0 +1,197 @@
+"""A real SGLang server: its log-probs against the trainer's, before and after swaps, and swaps that must fail."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlhf_mp.config.schema import ActorConfig
+from rlhf_mp.data.collate import collate
+from rlhf_mp.data.types import Trajectory
+from rlhf_mp.errors import SyncError
+from rlhf_mp.models.hf import load_causal_lm
+from rlhf_mp.rollout.base import SamplingParams
+from rlhf_mp.rollout.sglang_client import EngineControl, SGLangClient
+from rlhf_mp.train.accumulate import ForwardSettings
+from rlhf_mp.train.torch_engine import TorchEngine
+from rlhf_mp.weights.base import WeightSync
+from rlhf_mp.weights.buckets import Packer
+from rlhf_mp.weights.canary import make_canary
+from rlhf_mp.weights.disk import DiskTransport
+from rlhf_mp.weights.distributed import DistributedTransport
+from rlhf_mp.weights.tensor import TensorTransport
+
+pytestmark = pytest.mark.engine
+CPU = torch.device("cpu")
+PROMPT = [4, 9, 12, 6, 7, 13]
+STOP = 1
+BUCKET_BYTES = 400_000  # several buckets for 3 MB of weights
+
+
+def trainer(path: Path, temperature: float = 1.0) -> TorchEngine:
+    settings = ForwardSettings(CPU, temperature=temperature, entropy_grad=False, offload_activations=False)
+    return TorchEngine(load_causal_lm(str(path), torch.float32), settings, ActorConfig(), num_steps=1)
+
+
+@pytest.fixture(scope="module")
+def changed(tiny_checkpoint) -> TorchEngine:
+    """The trainer after it has moved every weight."""
+    engine = trainer(tiny_checkpoint)
+    generator = torch.Generator().manual_seed(7)
+    for _, weight in engine.weights():
+        weight.data.mul_(1 + 0.1 * torch.randn(weight.shape, generator=generator))
+    return engine
+
+
+@pytest.fixture(scope="module")
+def control(sglang_server) -> EngineControl:
+    return EngineControl("engine", sglang_server.address, timeout_s=60)
+
+
+@pytest.fixture(scope="module")
+def syncs(sglang_server, control, tmp_path_factory) -> dict[str, WeightSync]:
+    """One WeightSync per transport, all connected to the same server."""
+    workers = sglang_server.workers
+    transports = {
+        "tensor": TensorTransport(workers, gather=lambda own: [own], on_cpu=True),
+        "distributed": DistributedTransport(workers, "127.0.0.1", on_cpu=True),
+        "disk": DiskTransport(tmp_path_factory.mktemp("swap") / "weights", is_sender=True),
+    }
+    return {
+        name: WeightSync(
+            transport,
+            [control],
+            Packer(BUCKET_BYTES, CPU, shared=transport.shared_buffers),
+            dtype=torch.float32,
+            is_sender=True,
+            workers_per_engine=workers,
+        )
+        for name, transport in transports.items()
+    }
+
+
+def sample(server, num: int, temperature: float = 1.0, seeds=None, max_new_tokens: int = 24):
+    async def run():
+        client = SGLangClient("engine", server.address, timeout_s=60)
+        try:
+            params = SamplingParams(temperature, 1.0, -1, max_new_tokens, (STOP,))
+            return await client.generate(PROMPT, params, seeds or list(range(num)))
+        finally:
+            await client.close()
+
+    return asyncio.run(run())
+
+
+def largest_difference(server, engine: TorchEngine, temperature: float = 1.0) -> float:
+    """Between the log-probs of eight sampled responses as the server reports them and as the trainer computes them."""
+    responses = sample(server, 8, temperature)
+    trajectories = [
+        Trajectory(PROMPT, c.ids, c.logprobs, [True] * len(c.ids), 0.0, 0, c.version, c.finish_reason)
+        for c in responses
+    ]
+    batch = collate(trajectories)
+    return (engine.score([batch])[0] - batch.rollout_logprobs).abs().max().item()
+
+
+def test_logprobs_agree_with_the_trainer_before_any_swap(sglang_server, tiny_checkpoint):
+    assert largest_difference(sglang_server, trainer(tiny_checkpoint)) <= 1e-4
+
+
+def test_logprobs_are_after_temperature_on_both_sides(sglang_server, tiny_checkpoint):
+    assert largest_difference(sglang_server, trainer(tiny_checkpoint, 0.6), temperature=0.6) <= 1e-4
+    assert largest_difference(sglang_server, trainer(tiny_checkpoint, 1.0), temperature=0.6) > 0.1
+
+
+def test_a_seed_fixes_its_response_whatever_else_is_in_the_batch(sglang_server):
+    alone = sample(sglang_server, 1, seeds=[5])[0].ids
+    together = [c.ids for c in sample(sglang_server, 4, seeds=[3, 9, 5, 11])]
+    assert together[2] == alone
+    assert len({tuple(ids) for ids in together}) == 4
+
+
+def test_responses_end_at_the_stop_token_or_at_the_limit(sglang_server):
+    for completion in sample(sglang_server, 32):
+        stopped = completion.ids[-1] == STOP
+        assert completion.finish_reason == ("stop" if stopped else "length")
+        assert STOP not in completion.ids[:-1] and len(completion.ids) <= 24
+        assert len(completion.ids) == len(completion.logprobs)
+
+
+VERSIONS = {"tensor": 10, "distributed": 20, "disk": 30}
+
+
+@pytest.mark.parametrize("transport", list(VERSIONS))
+def test_a_swap_by_each_transport_brings_exactly_the_new_weights(
+    sglang_server, control, syncs, tiny_checkpoint, changed, transport
+):
+    sync, version = syncs[transport], VERSIONS[transport]
+    original = trainer(tiny_checkpoint)
+
+    sync.push(original.weights(), version, must_differ=False)
+    assert largest_difference(sglang_server, original) <= 1e-4
+
+    metrics = sync.push(changed.weights(), version + 1, must_differ=True)
+    assert sample(sglang_server, 1)[0].version == version + 1
+    assert largest_difference(sglang_server, changed) <= 1e-4
+    assert largest_difference(sglang_server, original) > 0.1
+    assert metrics["sync/bytes"][0] == 4 * sum(p.numel() for _, p in changed.weights())
+    assert metrics["sync/verify_s"][0] > 0
+
+
+@pytest.mark.parametrize("transport", list(VERSIONS))
+def test_a_tensor_left_out_is_refused_by_name(syncs, changed, transport):
+    without = [(n, p) for n, p in changed.weights() if n != "model.layers.2.mlp.up_proj.weight"]
+    with pytest.raises(
+        SyncError, match=r"version 99.*model\.layers\.2\.mlp\.up_proj\.weight is in the engine's checkpoint"
+    ):
+        syncs[transport].push(without, 99, must_differ=False)
+
+
+@pytest.mark.parametrize("transport", list(VERSIONS))
+def test_a_tensor_corrupted_on_the_way_is_refused_by_name(syncs, changed, transport, monkeypatch):
+    sync = syncs[transport]
+    send = sync.transport.send
+
+    def flip_one_bit(bucket):
+        if bucket.slots[0].name == "model.embed_tokens.weight":
+            bucket.data[1000] ^= 1
+        send(bucket)
+
+    monkeypatch.setattr(sync.transport, "send", flip_one_bit)
+    with pytest.raises(SyncError, match=r"model\.embed_tokens\.weight: checksum"):
+        sync.push(changed.weights(), 99, must_differ=False)
+
+
+def test_a_bucket_sent_twice_is_refused(syncs, changed, monkeypatch):
+    sync = syncs["tensor"]
+    send = sync.transport.send
+    monkeypatch.setattr(sync.transport, "send", lambda bucket: (send(bucket), send(bucket)))
+    with pytest.raises(SyncError, match="arrived twice"):
+        sync.push(changed.weights(), 99, must_differ=False)
+
+
+def test_pushing_the_same_weights_after_an_optimizer_step_is_stale(syncs, changed):
+    syncs["tensor"].push(changed.weights(), 40, must_differ=False)
+    with pytest.raises(SyncError, match="version 41 equals version 40 bit for bit"):
+        syncs["tensor"].push(changed.weights(), 41, must_differ=True)
+
+
+def test_the_canary_agrees_after_a_good_swap_and_catches_stale_weights(syncs, control, tiny_checkpoint, changed):
+    original = trainer(tiny_checkpoint)
+    canary = make_canary(32, max_prompt=16, max_response=32, temperature=1.0, tolerance=1e-4, seed=1)
+
+    def check(engine: TorchEngine) -> None:
+        sampled = [canary.sample(control)]
+        canary.check(["engine"], sampled, engine.score([collate(sampled)])[0], version=50)
+
+    syncs["tensor"].push(changed.weights(), 50, must_differ=False)
+    check(changed)
+    with pytest.raises(SyncError, match=r"log-probs of its own sample differ from the trainer's by .*canary_tolerance"):
+        check(original)  # the trainer has moved on, the engine has not
+
+
+def test_a_swap_works_again_after_a_refused_one(sglang_server, syncs, changed):
+    syncs["tensor"].push(changed.weights(), 60, must_differ=False)
+    assert sample(sglang_server, 1)[0].version == 60
+    assert largest_difference(sglang_server, changed) <= 1e-4
