@@ -1,0 +1,147 @@
+"""One swap: every engine gets every tensor of one version, or the swap is an error (R4)."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from rlhf_mp.data.types import Sums
+from rlhf_mp.errors import SyncError
+from rlhf_mp.rollout.sglang_client import EngineControl
+from rlhf_mp.weights.buckets import Bucket, Packer
+from rlhf_mp.weights.encoding import encode
+from rlhf_mp.weights.manifest import Manifest, TensorRecord
+
+T = TypeVar("T")
+
+
+class Transport(Protocol):
+    """Moves bytes into the engines' models. ``send`` is collective; the others run on the sending rank only."""
+
+    shared_buffers: bool  # buckets must lie where another process can map them
+
+    def connect(self, engines: Sequence[EngineControl]) -> None: ...
+    def send(self, bucket: Bucket) -> None:
+        """Returns when no engine reads ``bucket`` any more."""
+        ...
+
+    def finish(self) -> None:
+        """After the last bucket of a version."""
+        ...
+
+
+@dataclass
+class SyncTimes:
+    """Seconds of one swap on the sending rank."""
+
+    verify_s: float = 0.0
+    engine_verify_s: float = 0.0
+    send_s: float = 0.0
+    bytes: int = 0
+    changed_fraction: float = 1.0  # of the tensors, since the version before
+
+
+class WeightSync:
+    """Pushes the trainer's weights into all engines and proves that they arrived."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        engines: Sequence[EngineControl],
+        packer: Packer,
+        *,
+        dtype: torch.dtype,
+        is_sender: bool,
+        workers_per_engine: int,
+    ):
+        """
+        Args:
+            engines: empty on ranks that do not send.
+        """
+        self.transport, self.engines, self.packer = transport, list(engines), packer
+        self.dtype, self.is_sender = dtype, is_sender
+        self._workers = workers_per_engine
+        self._previous: Manifest | None = None
+        self._pool = ThreadPoolExecutor(max(1, len(self.engines)))
+        if is_sender:
+            transport.connect(self.engines)
+
+    def push(self, weights: Iterable[tuple[str, Tensor]], version: int, *, must_differ: bool) -> Sums:
+        """Collective. When it returns, every engine holds exactly ``version`` and samples from it.
+
+        Args:
+            must_differ: the trainer has changed its weights since the last push; equal ones would be stale.
+
+        Raises:
+            SyncError: something is missing, different, or stale.
+            EngineError: an engine did not answer.
+        """
+        times, records = SyncTimes(), []
+        start = time.perf_counter()
+        self.each(lambda engine: engine.pause())
+        self.each(lambda engine: engine.begin(self._encoded({})))
+        for bucket in self.packer.pack(weights, self.dtype):
+            times.bytes += bucket.data.numel()
+            records += self._records(bucket, times)
+            sending = time.perf_counter()
+            self.transport.send(bucket)
+            times.send_s += time.perf_counter() - sending
+        if self.is_sender:
+            self.transport.finish()
+            self._commit(Manifest(version, tuple(records)), times, must_differ)
+        self.each(lambda engine: engine.resume())
+        return self._metrics(times, time.perf_counter() - start)
+
+    def _records(self, bucket: Bucket, times: SyncTimes) -> Iterator[TensorRecord]:
+        if not self.is_sender:
+            return
+        start = time.perf_counter()
+        for name, tensor in bucket.tensors():
+            yield TensorRecord.of(name, tensor)
+        times.verify_s += time.perf_counter() - start
+
+    def _commit(self, manifest: Manifest, times: SyncTimes, must_differ: bool) -> None:
+        times.changed_fraction = changed_fraction(self._previous, manifest)
+        # In bfloat16 a small learning rate may really leave every weight where it was.
+        if must_differ and times.changed_fraction == 0 and self.dtype == torch.float32:
+            raise SyncError(
+                f"weight version {manifest.version} equals version {self._previous.version} bit for bit, "
+                "although the optimizer stepped in between: the weights are stale"
+            )
+        start = time.perf_counter()
+        text = manifest.to_json()
+        seconds = self.each(lambda engine: engine.commit(self._encoded({"manifest": text}), manifest.version))
+        times.engine_verify_s = max(seconds)
+        times.verify_s += time.perf_counter() - start
+        self._previous = manifest
+
+    def _encoded(self, value: dict[str, str]) -> list[str]:
+        return [encode(value)] * self._workers  # no tensors inside, so one encoding serves all workers
+
+    def each(self, act: Callable[[EngineControl], T]) -> list[T]:
+        """``act`` on all engines at once; nothing on ranks that do not send."""
+        return list(self._pool.map(act, self.engines))
+
+    def _metrics(self, times: SyncTimes, seconds: float) -> Sums:
+        if not self.is_sender:
+            return {}
+        return {
+            "sync/bytes": (times.bytes, 1),
+            "sync/gb_per_s": (times.bytes / seconds / 1e9, 1),
+            "sync/send_s": (times.send_s, 1),
+            "sync/changed_tensors_fraction": (times.changed_fraction, 1),
+            "sync/verify_s": (times.verify_s + times.engine_verify_s, 1),
+            "sync/verify_fraction": ((times.verify_s + times.engine_verify_s) / seconds, 1),
+        }
+
+
+def changed_fraction(before: Manifest | None, now: Manifest) -> float:
+    """Tensors whose bytes differ between two versions; all of them when there is no version before."""
+    if before is None:
+        return 1.0
+    known = set(before.records)
+    return sum(record not in known for record in now.records) / len(now.records)

@@ -1,0 +1,43 @@
+"""Through a shared file system: safetensors written by the trainer, read by the engines."""
+
+import shutil
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from safetensors.torch import save_file
+
+from rlhf_mp.rollout.sglang_client import EngineControl
+from rlhf_mp.weights.buckets import Bucket
+
+
+class DiskTransport:
+    """One file a bucket, in a folder that is removed once the engines have read it."""
+
+    shared_buffers = False
+
+    def __init__(self, folder: Path, is_sender: bool):
+        self._folder, self._is_sender = folder, is_sender
+        self._num_files = 0
+        self._engines: list[EngineControl] = []
+
+    def connect(self, engines: Sequence[EngineControl]) -> None:
+        self._engines = list(engines)
+
+    def send(self, bucket: Bucket) -> None:
+        if not self._is_sender:
+            return
+        if self._num_files == 0:
+            shutil.rmtree(self._folder, ignore_errors=True)  # of a run that was killed in the middle of a swap
+            self._folder.mkdir(parents=True)
+        self._num_files += 1
+        save_file(dict(bucket.tensors()), self._folder / f"model-{self._num_files:05d}.safetensors")
+
+    def finish(self) -> None:
+        with ThreadPoolExecutor(len(self._engines)) as pool:
+            list(pool.map(self._load, self._engines))
+        shutil.rmtree(self._folder)
+        self._num_files = 0
+
+    def _load(self, engine: EngineControl) -> None:
+        engine.call("/update_weights_from_disk", model_path=str(self._folder), flush_cache=False)

@@ -1,0 +1,192 @@
+"""One swap on fake engines: what is called in which order, what is refused, what other ranks do."""
+
+import pytest
+import torch
+
+from rlhf_mp.data.types import Trajectory
+from rlhf_mp.errors import EngineError, SyncError
+from rlhf_mp.rollout.base import Completion
+from rlhf_mp.rollout.sglang_client import EngineControl
+from rlhf_mp.weights.base import WeightSync
+from rlhf_mp.weights.buckets import Packer
+from rlhf_mp.weights.canary import Canary
+from rlhf_mp.weights.swap import VerifiedSwap
+
+CPU = torch.device("cpu")
+
+
+class FakeEngine(EngineControl):
+    """Writes down what it is asked, together with every other engine and the transport."""
+
+    def __init__(self, name: str, events: list):
+        self.name, self.events, self.version = name, events, -1
+
+    def pause(self, mode="retract"):
+        self.events.append((self.name, "pause"))
+
+    def resume(self):
+        self.events.append((self.name, "resume"))
+
+    def begin(self, payloads):
+        self.events.append((self.name, "begin", len(payloads)))
+
+    def commit(self, manifest_payloads, version):
+        self.events.append((self.name, "commit", len(manifest_payloads), version))
+        self.version = version
+        return 0.25
+
+    def sample(self, prompt_ids, num_tokens, temperature):
+        self.events.append((self.name, "sample"))
+        return Completion([5, 6], [-1.0, -2.0], "length", self.version)
+
+
+class FakeTransport:
+    shared_buffers = False
+
+    def __init__(self, events: list):
+        self.events, self.connected = events, None
+
+    def connect(self, engines):
+        self.connected = [engine.name for engine in engines]
+
+    def send(self, bucket):
+        self.events.append(("send", [slot.name for slot in bucket.slots]))
+
+    def finish(self):
+        self.events.append(("finish",))
+
+
+def sync(events: list, *, engines: int = 1, dtype=torch.float32, is_sender: bool = True) -> WeightSync:
+    controls = [FakeEngine(f"engine {i}", events) for i in range(engines)] if is_sender else []
+    packer = Packer(40, CPU, shared=False)
+    return WeightSync(FakeTransport(events), controls, packer, dtype=dtype, is_sender=is_sender, workers_per_engine=2)
+
+
+def weights(version: int, same=()) -> list[tuple[str, torch.Tensor]]:
+    return [(f"w{i}", torch.full((5,), 1.0 if i in same else float(version))) for i in range(4)]
+
+
+def test_engines_pause_before_the_first_byte_and_resume_after_the_proof():
+    events = []
+    sync(events).push(weights(3), 3, must_differ=False)
+    assert events == [
+        ("engine 0", "pause"),
+        ("engine 0", "begin", 2),  # once for each worker
+        ("send", ["w0", "w1"]),
+        ("send", ["w2", "w3"]),
+        ("finish",),
+        ("engine 0", "commit", 2, 3),
+        ("engine 0", "resume"),
+    ]
+
+
+def test_every_engine_goes_through_the_same_steps():
+    events = []
+    made = sync(events, engines=3)
+    made.push(weights(3), 3, must_differ=False)
+    assert made.transport.connected == ["engine 0", "engine 1", "engine 2"]
+    for name in made.transport.connected:
+        assert [event[1] for event in events if event[0] == name] == ["pause", "begin", "commit", "resume"]
+
+
+def test_other_ranks_help_to_gather_and_to_send_and_do_no_more():
+    events = []
+    made = sync(events, is_sender=False)
+    assert made.push(weights(3), 3, must_differ=True) == {}
+    assert events == [("send", ["w0", "w1"]), ("send", ["w2", "w3"])]
+    assert made.transport.connected is None
+
+
+def test_a_refused_version_leaves_the_engines_paused(monkeypatch):
+    """Nothing may be sampled from a half-swapped model."""
+    events = []
+    made = sync(events)
+
+    def refuse(manifest_payloads, version):
+        raise SyncError("engine 0 refused weight version 3")
+
+    monkeypatch.setattr(made.engines[0], "commit", refuse)
+    with pytest.raises(SyncError):
+        made.push(weights(3), 3, must_differ=False)
+    assert ("engine 0", "resume") not in events
+
+
+def test_an_engine_that_fails_is_an_error_though_others_are_well(monkeypatch):
+    made = sync([], engines=2)
+
+    def fail(mode="retract"):
+        raise EngineError("engine 1", "/pause_generation failed")
+
+    monkeypatch.setattr(made.engines[1], "pause", fail)
+    with pytest.raises(EngineError, match="engine 1"):
+        made.push(weights(3), 3, must_differ=False)
+
+
+def test_weights_that_did_not_move_although_they_had_to_are_stale():
+    made = sync([])
+    made.push(weights(1), 3, must_differ=True)  # there is nothing to compare with yet
+    with pytest.raises(SyncError, match="version 4 equals version 3 bit for bit.*stale"):
+        made.push(weights(1), 4, must_differ=True)
+
+
+def test_equal_weights_are_fine_without_a_step_between_and_in_bfloat16():
+    made = sync([])
+    for version in (3, 4):
+        made.push(weights(1), version, must_differ=False)
+    half = sync([], dtype=torch.bfloat16)
+    for version in (3, 4):
+        half.push(weights(1), version, must_differ=True)
+
+
+def test_metrics_by_hand():
+    made = sync([], engines=2)
+    made.push(weights(1), 3, must_differ=False)
+    metrics = made.push(weights(2, same=[1]), 4, must_differ=True)
+    assert metrics["sync/bytes"] == (80, 1)  # 4 tensors of 5 float32
+    assert metrics["sync/changed_tensors_fraction"] == (0.75, 1)
+    assert metrics["sync/verify_s"][0] >= 0.25  # the engines' own part included
+
+
+class Actor:
+    """A trainer whose log-probs of any sample are given."""
+
+    def __init__(self, logprobs: list[float]):
+        self.logprobs = logprobs
+
+    def weights(self):
+        return iter(weights(1))
+
+    def score(self, micro_batches):
+        (batch,) = micro_batches
+        return [torch.tensor([[0.0, *self.logprobs]] * len(batch.tokens))]
+
+
+def verified(events: list, **given) -> VerifiedSwap:
+    return VerifiedSwap(sync(events, **given), Canary([4], 2, 1.0, tolerance=0.01), broadcast=lambda value: value)
+
+
+def test_a_swap_is_over_when_every_engines_canary_agrees():
+    events = []
+    metrics = verified(events, engines=2).push(Actor([-1.0, -2.0]), 5, must_differ=False)
+    assert events[-1][1] == "sample" and events.count(("engine 1", "sample")) == 1
+    assert metrics["sync/canary_logprob_diff"] == (0.0, 2) and "sync/bytes" in metrics
+
+
+def test_a_swap_whose_canary_disagrees_is_an_error():
+    with pytest.raises(SyncError, match="engine 0 at weight version 5"):
+        verified([]).push(Actor([-1.0, -2.5]), 5, must_differ=False)
+
+
+def test_other_ranks_score_the_sample_of_the_sender():
+    """Scoring is collective: a rank that skipped it would hang the others."""
+    scored = []
+
+    class Counting(Actor):
+        def score(self, micro_batches):
+            scored.append(micro_batches[0].tokens.tolist())
+            return super().score(micro_batches)
+
+    sample = Trajectory([4], [5, 6], [-9.0, -9.0], [True, True], 0.0, 0, 5, "length")
+    swap = VerifiedSwap(sync([], is_sender=False), Canary([4], 2, 1.0, 0.01), broadcast=lambda _: [sample])
+    assert swap.push(Counting([-1.0, -2.0]), 5, must_differ=False) == {}
+    assert scored == [[[4, 5, 6]]]
