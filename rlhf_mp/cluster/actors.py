@@ -1,0 +1,110 @@
+"""What Ray runs: one host per SGLang server, and the scheduler. Each is a thin shell around a plain class."""
+
+import asyncio
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf_mp.cluster.scheduler import Evaluation, RolloutScheduler
+from rlhf_mp.config.schema import RunConfig
+from rlhf_mp.data.prompts import load_prompts
+from rlhf_mp.data.types import Share
+from rlhf_mp.models.hf import load_tokenizer, stop_token_ids
+from rlhf_mp.rewards.registered import rewards
+from rlhf_mp.rollout.sampler import Sampler
+from rlhf_mp.rollout.sglang_client import SGLangClient
+from rlhf_mp.rollout.sglang_server import Address, ServerPlan, SGLangServer, describe_exit
+
+
+def write_output_to(log_file: Path) -> None:
+    """All output of this process, down to the C level, into one file a person finds."""
+    log_file.parent.mkdir(parents=True, exist_ok=True)
+    with log_file.open("ab", buffering=0) as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+
+
+class EngineHost:
+    """Owns one SGLang server: the server ends with this actor, this actor with the job."""
+
+    def __init__(self, plan: ServerPlan, config: RunConfig, log_file: Path):
+        rollout = config.actor_rollout_ref.rollout
+        context = config.data.max_prompt_length + config.data.max_response_length
+        self.server = SGLangServer(plan, rollout, context, log_file)
+        self.timeout_s = rollout.startup_timeout_s
+
+    async def ready(self) -> Address:
+        """Where the server answers, once it does."""
+        await asyncio.to_thread(self.server.wait_ready, self.timeout_s)
+        return self.server.address
+
+    async def ended(self) -> str:
+        """Waits for the server's end, and says what it was."""
+        return describe_exit(await asyncio.to_thread(self.server.process.wait))
+
+
+@dataclass(frozen=True)
+class DataFacts:
+    """What the data turned out to be."""
+
+    num_prompts: int
+    num_dropped: int
+    num_validation: int
+    steps_per_epoch: int
+    stop_token_ids: list[int]
+
+
+class SchedulerActor:
+    """The scheduler with everything it owns: data, tokenizer, reward, connections to the engines."""
+
+    def __init__(self, config: RunConfig, log_file: Path):
+        write_output_to(log_file)
+        model, data = config.actor_rollout_ref.model, config.data
+        tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+        train = load_prompts(data.train_files, tokenizer, data)
+        validation = load_prompts(data.val_files, tokenizer, data).prompts if data.val_files else []
+        if data.val_max_samples >= 0:
+            validation = validation[: data.val_max_samples]
+        reward = rewards[config.reward.name](config.reward)
+        stop_ids = stop_token_ids(model.path, tokenizer, trust_remote_code=model.trust_remote_code)
+        self.scheduler = RolloutScheduler(
+            config, Sampler(tokenizer, reward), reward, train.prompts, validation, stop_ids
+        )
+        self.found = DataFacts(
+            num_prompts=len(train.prompts),
+            num_dropped=train.num_dropped,
+            num_validation=len(validation),
+            steps_per_epoch=self.scheduler.order.batches_per_epoch,
+            stop_token_ids=stop_ids,
+        )
+
+    async def facts(self) -> DataFacts:
+        return self.found
+
+    async def connect(self, addresses: Sequence[Address]) -> None:
+        """Sample from these servers."""
+        timeout_s = self.scheduler.config.actor_rollout_ref.rollout.request_timeout_s
+        self.scheduler.sampler.connect(
+            [SGLangClient(f"SGLang engine {i}", address, timeout_s) for i, address in enumerate(addresses)]
+        )
+
+    async def publish(self, version: int) -> None:
+        await self.scheduler.publish(version)
+
+    async def fetch(self, step: int, rank: int) -> Share:
+        return await self.scheduler.fetch(step, rank)
+
+    async def evaluate(self) -> Evaluation:
+        return await self.scheduler.evaluate()
+
+    async def state_dict(self, step: int) -> dict[str, Any]:
+        return self.scheduler.state_dict(step)
+
+    async def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.scheduler.load_state_dict(state)
+
+    async def ended(self) -> str:
+        """Never returns; the call fails when this process dies."""
+        return await asyncio.Event().wait()

@@ -1,0 +1,168 @@
+"""Decides what is sampled when, and who trains on it. Plain asyncio: no Ray here, so tests need no cluster."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_mp.config.schema import RunConfig
+from rlhf_mp.data.partition import Cut, RankPlan, plan_step
+from rlhf_mp.data.prompts import Prompt, PromptOrder
+from rlhf_mp.data.types import SampleText, Share, Sums, Trajectory
+from rlhf_mp.rewards.base import Reward
+from rlhf_mp.rollout.base import SamplingParams
+from rlhf_mp.rollout.sampler import Sampler, response_seed
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Held-out prompts under the live weights."""
+
+    metrics: Sums
+    samples: list[SampleText]
+
+
+def training_params(config: RunConfig, stop_token_ids: Sequence[int]) -> SamplingParams:
+    rollout = config.actor_rollout_ref.rollout
+    length = config.data.max_response_length
+    return SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k, length, tuple(stop_token_ids))
+
+
+def validation_params(config: RunConfig, stop_token_ids: Sequence[int]) -> SamplingParams:
+    own = config.actor_rollout_ref.rollout.val_kwargs
+    return SamplingParams(own.temperature, own.top_p, -1, config.data.max_response_length, tuple(stop_token_ids))
+
+
+def cuts(config: RunConfig) -> tuple[Cut, Cut]:
+    """How training and forward-only micro-batches are cut."""
+    actor = config.actor_rollout_ref.actor
+    if actor.use_dynamic_bsz:
+        return Cut(max_tokens=actor.ppo_max_token_len_per_gpu), Cut(max_tokens=actor.log_prob_max_token_len_per_gpu)
+    train, score = actor.ppo_micro_batch_size_per_gpu, actor.log_prob_micro_batch_size_per_gpu
+    return Cut(max_sequences=train), Cut(max_sequences=score)
+
+
+class RolloutScheduler:
+    """Samples step s once a weight version >= s - max_staleness is live (R1); hands each rank its share."""
+
+    max_staleness = 0  # colocated engines share the trainers' GPUs, so nothing can be sampled ahead
+
+    def __init__(
+        self,
+        config: RunConfig,
+        sampler: Sampler,
+        reward: Reward,
+        train: Sequence[Prompt],
+        validation: Sequence[Prompt],
+        stop_token_ids: Sequence[int],
+    ):
+        data = config.data
+        self.config, self.sampler, self.reward = config, sampler, reward
+        self.train, self.validation, self.stop_token_ids = train, validation, stop_token_ids
+        self.order = PromptOrder(len(train), data.train_batch_size, data.seed, data.shuffle)
+        self.version = -1  # nothing published yet
+        self._published = asyncio.Condition()
+        self._steps: dict[int, asyncio.Task[list[Share]]] = {}
+        self._cursors: dict[int, dict[str, Any]] = {}  # where the data stood after each step
+
+    async def publish(self, version: int) -> None:
+        """Rank 0 says that ``version`` is loaded in every engine."""
+        async with self._published:
+            self.version = version
+            self._published.notify_all()
+
+    async def fetch(self, step: int, dp_rank: int) -> Share:
+        """One data-parallel rank's share of ``step``; waits for it. An engine's failure raises here, on every rank."""
+        for ahead in range(step, step + self.max_staleness + 1):
+            if ahead not in self._steps:
+                self._steps[ahead] = asyncio.create_task(self._sample(ahead))
+        self._steps.pop(step - 1, None)  # no rank can be a whole step behind: every step has collectives
+        self._cursors.pop(step - 2, None)
+        return (await asyncio.shield(self._steps[step]))[dp_rank]
+
+    async def evaluate(self) -> Evaluation:
+        """Sample the validation prompts from the live weights; pass@1 counts a reward of at least 1 as solved."""
+        own = self.config.actor_rollout_ref.rollout.val_kwargs
+        seeds = [
+            [response_seed(self.config.trainer.seed, -1, g, i) for i in range(own.n)]
+            for g in range(len(self.validation))
+        ]
+        groups = await self.sampler.groups(self.validation, validation_params(self.config, self.stop_token_ids), seeds)
+        responses = [t for group in groups for t in group]
+        return Evaluation(
+            {
+                "accuracy": (sum(t.reward >= 1.0 for t in responses), len(responses)),
+                "reward_mean": (sum(t.reward for t in responses), len(responses)),
+                "response_length_mean": (sum(len(t.response_ids) for t in responses), len(responses)),
+            },
+            self._texts(self.validation, groups),
+        )
+
+    def state_dict(self, step: int) -> dict[str, Any]:
+        """Where the data stands once ``step`` steps are done, whatever has been sampled ahead since."""
+        return self._cursors[step - 1]
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.order.load_state_dict(state)
+
+    async def _sample(self, step: int) -> list[Share]:
+        async with self._published:
+            await self._published.wait_for(lambda: self.version >= step - self.max_staleness)
+        rollout, seed = self.config.actor_rollout_ref.rollout, self.config.trainer.seed
+        epoch, indices = self.order.next()
+        self._cursors[step] = self.order.state_dict()
+        prompts = [self.train[i] for i in indices]
+        timeouts = self.reward.num_timeouts
+
+        def seed_of(group: int, response: int) -> int | None:
+            return response_seed(seed, step, group, response) if rollout.reproducible else None
+
+        seeds = [[seed_of(group, i) for i in range(rollout.n)] for group in range(len(prompts))]
+        groups = await self.sampler.groups(prompts, training_params(self.config, self.stop_token_ids), seeds)
+        metrics = step_metrics(groups, step) | {
+            "rollout/epoch": (epoch, 1),
+            "rollout/reward_timeouts": (self.reward.num_timeouts - timeouts, 1),
+        }
+        return self._shares([t for group in groups for t in group], metrics, self._texts(prompts, groups))
+
+    def _shares(self, trajectories: list[Trajectory], metrics: Sums, samples: list[SampleText]) -> list[Share]:
+        actor = self.config.actor_rollout_ref.actor
+        train_cut, score_cut = cuts(self.config)
+        plans: list[RankPlan] = plan_step(
+            [t.num_tokens for t in trajectories],
+            [sum(t.loss_mask) for t in trajectories],
+            [t.group_id for t in trajectories],
+            num_ranks=self.config.data_parallel_size,
+            groups_per_minibatch=actor.ppo_mini_batch_size,
+            ppo_epochs=actor.ppo_epochs,
+            train_cut=train_cut,
+            score_cut=score_cut,
+        )
+        shares = [Share([trajectories[row] for row in plan.rows], plan.score_rows, plan.minibatches) for plan in plans]
+        shares[0] = Share(shares[0].trajectories, shares[0].score_rows, shares[0].minibatches, metrics, samples)
+        return shares
+
+    def _texts(self, prompts: Sequence[Prompt], groups: Sequence[Sequence[Trajectory]]) -> list[SampleText]:
+        shown = list(zip(prompts, groups, strict=True))[: self.config.trainer.log_samples]
+        return [
+            SampleText(prompt.text, self.sampler.text(group[0].response_ids), group[0].reward, prompt.answer)
+            for prompt, group in shown
+        ]
+
+
+def step_metrics(groups: Sequence[Sequence[Trajectory]], step: int) -> Sums:
+    """What was sampled for a step."""
+    responses = [t for group in groups for t in group]
+    count = len(responses)
+    tokens = sum(len(t.response_ids) for t in responses)
+    return {
+        "rollout/reward_mean": (sum(t.reward for t in responses), count),
+        "rollout/solved_groups_fraction": (sum(all(t.reward >= 1.0 for t in g) for g in groups), len(groups)),
+        "rollout/groups_without_spread_fraction": (sum(len({t.reward for t in g}) == 1 for g in groups), len(groups)),
+        "rollout/response_tokens": (tokens, 1),
+        "rollout/response_length_mean": (tokens, count),
+        "rollout/response_length_max": (max(len(t.response_ids) for t in responses), 1),
+        "rollout/prompt_length_mean": (sum(len(t.prompt_ids) for t in responses), count),
+        "rollout/truncated_fraction": (sum(t.finish_reason == "length" for t in responses), count),
+        "rollout/staleness_mean": (sum(step - t.version for t in responses), count),
+    }

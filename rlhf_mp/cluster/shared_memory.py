@@ -1,0 +1,34 @@
+"""Files in /dev/shm outlive killed processes. Which are a job's, told by who maps them or by their names."""
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+SHARED_MEMORY = Path("/dev/shm")
+UNTIDY = re.compile(r"(sem\.mp-|psm_|sgl_shm_|sglang_)")
+"""Left behind by multiprocessing and SGLang. Their names don't tell whose they are. Others may map shared memory of
+the system (CUDA, NCCL): it stays."""
+
+
+def untidy_files(pids: Iterable[int]) -> set[str]:
+    """Names of such files that these processes map now."""
+    maps = "".join(map(_maps, pids))
+    return {name for name in re.findall(rf" {SHARED_MEMORY}/(\S+)$", maps, re.MULTILINE) if UNTIDY.match(name)}
+
+
+def _maps(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/maps").read_text(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def remove_files(names: set[str], torch_pids: set[int], prefix: str) -> None:
+    """Remove the named files, torch's of these processes ("torch_<pid>_..."), and whatever begins with ``prefix``."""
+    for path in SHARED_MEMORY.iterdir():
+        torch_file = re.match(r"torch_(\d+)_", path.name)
+        if path.name in names or path.name.startswith(prefix) or (torch_file and int(torch_file[1]) in torch_pids):
+            try:
+                path.unlink()
+            except (FileNotFoundError, PermissionError):  # another guard was faster; another user's
+                pass

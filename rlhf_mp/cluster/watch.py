@@ -1,0 +1,205 @@
+"""The guard: one small process beside each rank, in a session of its own, standard library only. See ``guard.py``.
+
+It must not be a child of the rank: the deepspeed launcher ends a failed job's process trees and waits for them.
+"""
+
+import contextlib
+import json
+import math
+import os
+import select
+import shutil
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlhf_mp.cluster.first_failure import claim, claimed_meanwhile, failure_text, wait_until
+from rlhf_mp.cluster.processes import TERM_S, belonging_to, end, exit_status, is_alive
+from rlhf_mp.cluster.shared_memory import remove_files, untidy_files
+
+PATIENCE_S = 3.0  # other ranks may end by themselves or by their launcher
+CRASHES = {-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL, -signal.SIGFPE}  # follow from nothing else
+INTERRUPTS = {-signal.SIGINT, -signal.SIGTERM, -signal.SIGHUP}
+LOOK_EVERY_S = 5.0  # for shared memory
+
+
+@dataclass(frozen=True)
+class Watched:
+    """What a guard is told about its rank."""
+
+    number: int
+    pid: int
+    started: str
+    job: str
+    tmp: str
+    run_dir: str
+    log: str
+    buffers: str  # how the names of DeepSpeed's shared-memory files begin
+    alive_fd: int  # pidfd: readable when the rank is gone
+    farewell_fd: int
+    output_fd: int
+    launcher_fds: list[int]  # pidfds
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How the rank ended."""
+
+    status: int | None  # exit code, or minus the signal; None: somebody else collected it first
+    farewell: int | None  # the exit code it announced
+    orphaned: bool = False  # its launcher died first, so the guard ended it
+
+    @property
+    def failed(self) -> bool:
+        return self.orphaned or (self.farewell if self.status is None else self.status) != 0
+
+    @property
+    def announced(self) -> bool:
+        return bool(self.farewell)
+
+    def describe(self, name: str) -> tuple[str, str]:
+        """(what failed, how)."""
+        if self.orphaned:
+            return "interrupted", f"the launcher of {name} was ended"
+        if self.status is None:
+            return name, "died without a word"
+        if self.status > 0:
+            return name, f"ended with exit code {self.status}"
+        cause = signal.Signals(-self.status).name
+        if self.status in INTERRUPTS:
+            return "interrupted", f"{name} was ended by {cause}"
+        hint = "; if nobody did that, the host ran out of memory (see dmesg)" if cause == "SIGKILL" else ""
+        return name, f"died without a word, killed by {cause}{hint}"
+
+
+class Watch:
+    """One rank, from its start until nothing is left of it."""
+
+    def __init__(self, rank: Watched):
+        self.rank, self.run_dir, self.tmp = rank, Path(rank.run_dir), Path(rank.tmp)
+        self.mark = f"RLHF_MP_JOB={rank.job}"
+        self.next_look = 0.0
+        self.log_fd = os.open(rank.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self.pipes = {os.readlink(f"/proc/self/fd/{fd}") for fd in (rank.farewell_fd, rank.output_fd)}
+        for fd in (rank.farewell_fd, rank.output_fd):
+            os.set_blocking(fd, False)
+
+    def run(self) -> None:
+        ending = self.follow()
+        try:
+            self.note_shared_memory()
+            if ending.failed and not ending.announced:
+                self.report(ending)
+        finally:
+            self.clean_up(ending.failed)
+            self.carry_output()
+
+    def follow(self) -> Ending:
+        """Carry output until the rank is gone. If a launcher goes first, end the rank."""
+        poll, kill_at = select.poll(), math.inf
+        for fd in (self.rank.alive_fd, self.rank.output_fd, *self.rank.launcher_fds):
+            poll.register(fd, select.POLLIN)
+        while True:
+            self.look_now_and_then()
+            ready = {fd for fd, _ in poll.poll(1000)}
+            if self.rank.alive_fd in ready:
+                status = exit_status(self.rank.pid)  # at once: it is lost when the launcher collects it
+                self.carry_output()
+                return Ending(status, self.read_farewell(), orphaned=kill_at < math.inf)
+            for fd in ready.intersection(self.rank.launcher_fds):
+                poll.unregister(fd)
+                kill_at = time.monotonic() + TERM_S
+                signal.pidfd_send_signal(self.rank.alive_fd, signal.SIGTERM)
+            if time.monotonic() > kill_at:
+                signal.pidfd_send_signal(self.rank.alive_fd, signal.SIGKILL)
+            if self.rank.output_fd in ready and not self.carry_output():
+                poll.unregister(self.rank.output_fd)  # closed by the rank and all that it started
+
+    def carry_output(self) -> bool:
+        """Copy what the rank has written so far, at most a pipe full; False once nobody can write any more."""
+        try:
+            data = os.read(self.rank.output_fd, 1 << 16)
+        except BlockingIOError:
+            return True
+        write(self.log_fd, data)
+        if self.rank.number == 0:
+            write(1, data)
+        return data != b""
+
+    def read_farewell(self) -> int | None:
+        try:
+            words = os.read(self.rank.farewell_fd, 100).split()
+        except BlockingIOError:  # something that the rank forked holds the pipe open
+            return None
+        return int(words[0]) if words else None
+
+    def look_now_and_then(self) -> None:
+        """One guard per host, that of its lowest rank, notes the job's shared memory: its owners may die any time."""
+        if time.monotonic() < self.next_look:
+            return
+        self.next_look = time.monotonic() + LOOK_EVERY_S
+        if self.rank.number == min(number for number, _, _ in self.registered_ranks()):
+            self.note_shared_memory()
+
+    def note_shared_memory(self) -> None:
+        """Where every guard of this host finds it: as file names in the job's folder."""
+        with contextlib.suppress(FileNotFoundError):  # another guard has cleaned up already
+            for name in untidy_files(self.job_processes()):
+                (self.tmp / "shared_memory" / name).touch()
+
+    def job_processes(self) -> set[int]:
+        return belonging_to(self.mark, self.pipes) - {os.getpid()}
+
+    def report(self, ending: Ending) -> None:
+        what, message = ending.describe(f"rank {self.rank.number} (pid {self.rank.pid})")
+        if ending.status not in CRASHES and claimed_meanwhile(self.run_dir):
+            return
+        if claim(self.run_dir, what, self.rank.pid, message):
+            log = None if what == "interrupted" else Path(self.rank.log)
+            write(1, failure_text(what, message, log).encode())
+
+    def clean_up(self, failed: bool) -> None:
+        """End the job on this host, unless this rank ended well and is not the last one."""
+        ranks = self.registered_ranks()
+
+        def alive() -> set[int]:
+            return {pid for _, pid, started in ranks if is_alive(pid, started)}
+
+        if failed:
+            wait_until(lambda: not alive(), PATIENCE_S)
+        elif alive():
+            return
+        ended, left = end(lambda: alive() | self.job_processes())
+        if left:
+            write(1, f"processes {sorted(left)} could not be ended\n".encode())
+        noted = {path.name for path in (self.tmp / "shared_memory").glob("*")}
+        remove_files(noted, torch_pids=ended | {pid for _, pid, _ in ranks}, prefix=self.rank.buffers)
+        shutil.rmtree(self.tmp, ignore_errors=True)  # another guard of this job may be removing it too
+
+    def registered_ranks(self) -> set[tuple[int, int, str]]:
+        """(rank, pid, start time) of this host's ranks; only our own when another guard has cleaned up already."""
+        ranks = {(self.rank.number, self.rank.pid, self.rank.started)}
+        for path in (self.tmp / "ranks").glob("*"):
+            number, pid, started = path.name.split(".")
+            ranks.add((int(number), int(pid), started))
+        return ranks
+
+
+def write(fd: int, data: bytes) -> None:
+    """A closed terminal or a full disk must not keep the guard from its work."""
+    try:
+        os.write(fd, data)
+    except OSError:
+        pass
+
+
+def main(watched: str) -> None:
+    """Detach from the rank, then watch it. ``watched``: a ``Watched`` as JSON."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    os.chdir("/")
+    watch = Watch(Watched(**json.loads(watched)))
+    if os.fork() == 0:
+        watch.run()
+    os._exit(0)
