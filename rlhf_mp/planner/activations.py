@@ -1,0 +1,166 @@
+"""What the backward pass needs of the forward pass, on one rank and for one micro-batch."""
+
+from dataclasses import dataclass
+
+from rlhf_mp.planner.amount import NOTHING, Amount, amount, larger
+from rlhf_mp.planner.job import Batch, Kernels, Layout, MegatronLayout
+from rlhf_mp.planner.model_shape import ModelShape
+
+FORWARD_LOGIT_BYTES = 12
+"""Per logit of a forward pass: float32 logits, probabilities and their product (models/logprobs.py)."""
+BACKWARD_LOGIT_BYTES = 20
+"""Per logit at the worst moment of the backward pass: saved logits, the gather's gradient, three of logsumexp's."""
+MEGATRON_LOGIT_BYTES = 6
+"""Vocabulary-parallel cross entropy: float32 exponentials in place and a bfloat16 gradient."""
+
+
+@dataclass(frozen=True)
+class ActivationPlan:
+    """Bytes of one rank at the worst moment of a micro-batch."""
+
+    stored: Amount  # kept from forward to backward, on the GPU
+    working: Amount  # of the layer whose backward pass runs, and of the gradients inside it
+    logits: Amount
+    host: Amount = NOTHING  # stored in host memory instead
+
+    @property
+    def peak(self) -> float:
+        """The head's backward pass comes first, the layers' after it: not both at once."""
+        return self.stored.value + max(self.logits.value, self.working.value)
+
+
+def layer_items(
+    shape: ModelShape,
+    kernels: Kernels,
+    *,
+    width: int = 2,
+    tp: int = 1,
+    sequence_parallel: bool = False,
+    sequence: int = 0,
+) -> dict[str, float]:
+    """Bytes per token that one layer keeps, by tensor.
+
+    Args:
+        width: bytes of an activation's element.
+        sequence: attended tokens, for the attention matrix of kernels without flash attention.
+
+    Source: Korthikanti et al., arXiv:2205.05198 section 4.1, extended to grouped queries and gated MLPs. For a GPT
+    layer with dropout it is their 34 h + 5 a s; for transformers' Llama it is what benchmarks/simulate.py counts.
+    """
+    h, q, k, f = shape.hidden, shape.q_dim, shape.kv_dim, shape.ffn
+    replicated = tp if sequence_parallel else 1  # parts that tensor parallelism alone leaves whole
+    # transformers' RMSNorm computes in float32: it keeps its float32 input and its normalised output
+    norm = width if kernels.fused_norm or shape.norm_vectors == 2 else 4 + width
+    items = {
+        "norms": shape.norms_per_layer * norm * h / replicated,
+        "attention input": width * h / replicated,
+        "q, k, v": width * (q + 2 * k) / tp,
+        "attention output": (width * q + 4 * shape.heads * kernels.flash_attention) / tp,
+        "MLP input": width * h / replicated,
+        "MLP inner": width * f * (2 if not shape.gated else 3 if kernels.fused_swiglu else 4) / tp,
+    }
+    if shape.qk_norm:
+        items["q, k norms"] = norm * (q + k) / tp
+    if not kernels.flash_attention:
+        per_score = 2 * width + 1 if kernels.dropout else width + 4
+        items["attention matrix"] = shape.heads * sequence * per_score / tp
+    if kernels.dropout:
+        items["dropout masks"] = 2 * h / replicated
+    return items
+
+
+def interleaving(pp: int, vpp: int | None) -> float:
+    """How much more an interleaved schedule keeps: 1 + (p - 1) / (p m).
+
+    Source: Korthikanti et al., arXiv:2205.05198 section 4.2.3.
+    """
+    return 1 + (pp - 1) / (pp * vpp) if vpp else 1.0
+
+
+def layers_in_flight(shape: ModelShape, layout: Layout, *, last_stage: bool) -> float:
+    """Layers x micro-batches whose activations a rank holds at once."""
+    if not isinstance(layout, MegatronLayout) or layout.pp == 1:
+        return shape.layers
+    own = shape.layers / layout.pp
+    if last_stage:
+        return own
+    if layout.vpp:
+        return own * layout.pp * interleaving(layout.pp, layout.vpp)
+    return own * min(layout.num_micro_batches, layout.pp)
+
+
+def training_activations(
+    shape: ModelShape,
+    layout: Layout,
+    batch: Batch,
+    kernels: Kernels,
+    width: int,
+    *,
+    last_stage: bool = False,
+    with_logits: bool = True,
+) -> ActivationPlan:
+    """Of a forward and backward pass.
+
+    Args:
+        last_stage: of a pipeline; the first stage holds more micro-batches, the last one the logits.
+        with_logits: False for a critic or reward model, which has one output instead.
+    """
+    tp, sequence_parallel, cp = 1, False, 1
+    if isinstance(layout, MegatronLayout):
+        tp, sequence_parallel, cp = layout.tp, layout.sequence_parallel and layout.tp > 1, layout.cp
+    tokens = amount(batch.tokens, "tokens").over(cp, "cp")
+    items = layer_items(
+        shape, kernels, width=width, tp=tp, sequence_parallel=sequence_parallel, sequence=batch.sequence
+    )
+    whole = sum(items.values())
+    dropped = {"selective": ("attention matrix",), "mlp": ("MLP inner",)}.get(batch.recompute, ())
+    kept = sum(size for name, size in items.items() if name not in dropped)
+    checkpoint = width * shape.hidden / (tp if sequence_parallel else 1)
+    if batch.recompute == "full":
+        kept = checkpoint
+    num_layers = layers_in_flight(shape, layout, last_stage=last_stage)
+    stored = tokens.times(kept, "bytes a layer").times(num_layers, "layers")
+    host = NOTHING
+    if batch.activation_offload:
+        on_gpu = min(2.0, num_layers)
+        host = tokens.times(kept, "bytes a layer").times(num_layers - on_gpu, "layers")
+        stored = tokens.times(kept, "bytes a layer").times(on_gpu, "layers on the GPU")
+    inside = width * (2 * shape.hidden + shape.ffn * (1 if batch.recompute == "full" else 2)) / tp
+    again = whole if batch.recompute == "full" else whole - kept
+    working = tokens.times(again + inside, "bytes recomputed and their gradients")
+    at_end = not isinstance(layout, MegatronLayout) or layout.pp == 1 or last_stage
+    final = tokens.times((4 + 2 * width) * shape.hidden / (tp if sequence_parallel else 1), "bytes of the last norm")
+    logits = NOTHING
+    if at_end:
+        stored = stored + final
+        if with_logits:
+            logits = training_logits(shape, layout, batch, width, tokens)
+    return ActivationPlan(stored, working, logits, host)
+
+
+def training_logits(shape: ModelShape, layout: Layout, batch: Batch, width: int, tokens: Amount) -> Amount:
+    """Logits of one micro-batch, or of one chunk of it beside the head's gradient, which chunks add up in."""
+    each, tp = BACKWARD_LOGIT_BYTES, 1
+    if isinstance(layout, MegatronLayout):
+        each, tp = MEGATRON_LOGIT_BYTES, layout.tp
+    if batch.logit_tokens is None or batch.logit_tokens >= batch.tokens:
+        return tokens.times(shape.vocab, "vocabulary").times(each, "bytes").over(tp, "tp")
+    chunk = amount(batch.logit_tokens, "tokens a chunk").times(shape.vocab, "vocabulary").times(each, "bytes")
+    head = amount(width, "bytes").times(shape.vocab * shape.hidden, "elements of the head's gradient")
+    return larger(chunk + head, head.times(2, "copies while a chunk's share is added")).over(tp, "tp")
+
+
+def scoring_activations(
+    shape: ModelShape, layout: Layout, batch: Batch, kernels: Kernels, width: int, *, with_logits: bool = True
+) -> ActivationPlan:
+    """Of a forward pass alone: one layer's tensors at a time, then the logits."""
+    tp, cp = (layout.tp, layout.cp) if isinstance(layout, MegatronLayout) else (1, 1)
+    whole = sum(layer_items(shape, kernels, width=width, tp=tp, sequence=batch.sequence).values())
+    tokens = amount(batch.tokens, "tokens").over(cp, "cp")
+    working = tokens.times(whole, "bytes of one layer")
+    hidden = tokens.times(2 * width * shape.hidden, "bytes of hidden states")
+    columns = tokens
+    if batch.logit_tokens is not None and batch.logit_tokens < batch.tokens:
+        columns = amount(batch.logit_tokens, "tokens a chunk")
+    logits = columns.times(shape.vocab, "vocabulary").times(FORWARD_LOGIT_BYTES, "bytes").over(tp, "tp")
+    return ActivationPlan(hidden, working, logits if with_logits else NOTHING)

@@ -1,0 +1,188 @@
+"""What is planned: models, layouts, batches and the engine, as plain data. Everything else follows from these."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from rlhf_mp.planner.hardware import Gpu
+from rlhf_mp.planner.model_shape import ModelShape
+
+Recompute = Literal["none", "selective", "mlp", "full"]
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Bytes per parameter of each thing that training keeps, and per element of an activation."""
+
+    name: str
+    weights: float  # what the matrix products read
+    gradients: float
+    master: float  # a float32 copy that the optimizer changes
+    moments: float  # both of Adam's
+    activations: int
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.gradients + self.master + self.moments
+
+
+BF16 = Precision("bfloat16", 2, 2, 4, 8, 2)  # ZeRO paper's K = 12, arXiv:1910.02054 section 3.1
+BF16_FP32_GRADS = Precision("bfloat16, float32 gradients", 2, 4, 4, 8, 2)  # Megatron-Core's main gradients
+FP32 = Precision("float32", 4, 4, 0, 8, 4)
+AUTOCAST = Precision("float32 weights, bfloat16 arithmetic", 4, 4, 0, 8, 2)
+ADAM_8BIT = Precision("bfloat16, 8-bit Adam", 2, 2, 4, 2, 2)  # bitsandbytes
+
+
+@dataclass(frozen=True)
+class ZeroLayout:
+    """DeepSpeed ZeRO over all ranks. Stage 0 shards nothing, 1 the optimizer, 2 gradients too, 3 weights too."""
+
+    num_ranks: int
+    stage: int = 3
+    param_offload: bool = False
+    optimizer_offload: bool = False
+    reduce_bucket: int = 50_000_000  # elements
+    prefetch_bucket: int = 50_000_000  # elements
+    overlap_buckets: bool = False  # a second reduce bucket, for overlap_comm at stages 1 and 2
+
+    def __str__(self) -> str:
+        offloads = " +param offload" * self.param_offload + " +optimizer offload" * self.optimizer_offload
+        return f"ZeRO-{self.stage} over {self.num_ranks}{offloads}"
+
+
+@dataclass(frozen=True)
+class MegatronLayout:
+    """Megatron-Core: tensor, pipeline (interleaved), context and data parallelism."""
+
+    num_ranks: int
+    tp: int = 1
+    pp: int = 1
+    vpp: int | None = None  # model chunks per stage
+    cp: int = 1
+    sequence_parallel: bool = True
+    distributed_optimizer: bool = True
+    num_micro_batches: int = 8  # in flight per optimizer step, at least pp to fill the pipeline
+    optimizer_offload: bool = False
+
+    @property
+    def dp(self) -> int:
+        return self.num_ranks // (self.tp * self.pp * self.cp)
+
+    def __str__(self) -> str:
+        parts = [
+            f"tp{self.tp}",
+            f"pp{self.pp}",
+            *([f"vpp{self.vpp}"] if self.vpp else []),
+            *([f"cp{self.cp}"] if self.cp > 1 else []),
+        ]
+        offload = " +optimizer offload" * self.optimizer_offload
+        return f"Megatron {' '.join(parts)} dp{self.dp}{offload}"
+
+
+@dataclass(frozen=True)
+class TorchLayout:
+    """One process, nothing sharded."""
+
+    num_ranks: int = 1
+
+    def __str__(self) -> str:
+        return "plain torch"
+
+
+Layout = ZeroLayout | MegatronLayout | TorchLayout
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """LoRA; with ``quantization`` of the frozen matrices, QLoRA."""
+
+    rank: int = 16
+    targets: Literal["all-linear", "attention", "qv"] = "all-linear"
+    quantization: Literal["int8", "nf4"] | None = None
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Which intermediate tensors the backward pass needs depends on what is fused."""
+
+    flash_attention: bool = True
+    fused_norm: bool = False
+    fused_swiglu: bool = False
+    dropout: bool = False
+
+
+EAGER = Kernels()  # transformers' modules with scaled-dot-product attention
+FUSED = Kernels(fused_norm=True, fused_swiglu=True)  # Megatron-Core with Transformer Engine
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What goes through a model at once, on one rank."""
+
+    tokens: int  # per micro-batch, padded
+    sequence: int  # the longest
+    logit_tokens: int | None = None  # whose logits exist at once; None: all
+    recompute: Recompute = "full"
+    activation_offload: bool = False
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One SGLang server."""
+
+    tp: int = 1
+    num_engines: int = 1
+    memory_fraction: float = 0.5  # of a GPU, for weights and KV cache together
+    max_sequences: int = 256
+    sequence: int = 2048  # longest prompt and response together
+    max_cache_tokens: int | None = None  # per engine
+    weight_bytes: int = 2
+    cache_bytes: int = 2
+    cuda_graphs: bool = True
+    graph_batch: int = 256  # largest batch a graph is captured for
+    prefill_tokens: int = 8192
+    sleeps: bool = False  # gives weights and KV cache back between rollouts
+    on_own_gpus: bool = False  # disjoint placement: the trainer's memory is elsewhere
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything a plan depends on."""
+
+    model: ModelShape
+    layout: Layout
+    batch: Batch
+    gpu: Gpu | None = None  # None: everything is in host memory
+    algorithm: Literal["sft", "grpo", "ppo"] = "grpo"
+    precision: Precision = BF16
+    kernels: Kernels = EAGER
+    adapter: Adapter | None = None
+    reference: bool = True
+    reference_offload: bool = False
+    scores_old_policy: bool = True
+    critic: ModelShape | None = None
+    reward_model: ModelShape | None = None
+    reward_offload: bool = False
+    engine: Engine | None = None
+    bucket_bytes: float = 256e6  # moved at once in a weight swap
+    host_memory: float | None = None  # bytes of one machine; None: not judged
+    ranks_per_node: int = 8
+    workload: "Workload | None" = None
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One step's sampling and updates, for the estimate of time."""
+
+    prompts: int = 512
+    responses: int = 8  # per prompt
+    prompt_tokens: int = 512
+    response_tokens: int = 1024
+    epochs: int = 1
+
+    @property
+    def num_sequences(self) -> int:
+        return self.prompts * self.responses
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_sequences * (self.prompt_tokens + self.response_tokens)

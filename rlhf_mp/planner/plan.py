@@ -1,0 +1,292 @@
+"""Bytes per GPU and host at every moment of a training step, and whether they fit."""
+
+from dataclasses import dataclass, field
+
+from rlhf_mp.phase import Phase
+from rlhf_mp.planner import activations, states
+from rlhf_mp.planner.activations import ActivationPlan
+from rlhf_mp.planner.amount import GIB, Amount, amount, gib
+from rlhf_mp.planner.hardware import CONTEXT, FRAGMENTATION, USABLE
+from rlhf_mp.planner.inference import cache_pool, cache_tokens, engine_terms
+from rlhf_mp.planner.job import Job, MegatronLayout, ZeroLayout
+from rlhf_mp.planner.model_shape import ModelShape
+from rlhf_mp.planner.term import Component, Role, Term, total
+
+GATHER_ELEMENTS = 50_000_000
+"""Gathered at once to be sent to the engines (train/deepspeed_engine.py)."""
+RANK_PROCESS, ENGINE_PROCESSES, RAY_PROCESSES = 0.9 * GIB, 2.2 * GIB, 1.5 * GIB
+"""Host memory of the programs themselves, as the quickstart shows it: a rank, a server's three processes, Ray's."""
+MOVING = (Component.activations, Component.logits, Component.gathered)
+"""Comes and goes within a step, and so leaves holes."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A point in a step where a rank's memory peaks. Terms are per rank, those of an engine per GPU of it."""
+
+    phase: Phase
+    name: str
+    terms: list[Term]
+
+    @property
+    def gpu_bytes(self) -> float:
+        return total(self.terms, on_host=False)
+
+    @property
+    def host_bytes(self) -> float:
+        return total(self.terms, on_host=True)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The moments of one job's step."""
+
+    job: Job
+    moments: list[Moment]
+    cache_tokens: float | None  # that fit an engine's KV cache
+    problems: list[str] = field(default_factory=list)  # why it does not fit, the worst first
+
+    @property
+    def worst(self) -> Moment:
+        """Where a GPU is fullest; without GPUs, where the host is."""
+        return max(self.moments, key=lambda m: m.gpu_bytes if self.job.gpu else m.host_bytes)
+
+    @property
+    def peak(self) -> float:
+        return self.worst.gpu_bytes if self.job.gpu else self.worst.host_bytes
+
+    @property
+    def limit(self) -> float | None:
+        """Bytes of a GPU that the plan may use; None without GPUs."""
+        return self.job.gpu.memory * USABLE if self.job.gpu else None
+
+    @property
+    def fits(self) -> bool:
+        return not self.problems
+
+    @property
+    def host_per_node(self) -> float:
+        return max(node_bytes(self.job, moment) for moment in self.moments)
+
+    def peak_of(self, phase: Phase) -> Moment | None:
+        """The fullest moment of a phase; None if the job has no such phase."""
+        found = [m for m in self.moments if m.phase == phase]
+        return max(found, key=lambda m: (m.gpu_bytes, m.host_bytes)) if found else None
+
+
+def node_bytes(job: Job, moment: Moment) -> float:
+    """Host memory of one machine at one moment: all its ranks, its engines and the programs themselves."""
+    ranks = min(job.layout.num_ranks, job.ranks_per_node)
+    trainer = [term for term in moment.terms if term.role is not Role.engine]
+    programs = ranks * RANK_PROCESS
+    engines = 0.0
+    if job.engine:
+        per_node = max(1.0, job.engine.num_engines * ranks / job.layout.num_ranks)
+        workers = per_node * job.engine.tp
+        engines = workers * total([term for term in moment.terms if term.role is Role.engine], on_host=True)
+        programs += per_node * ENGINE_PROCESSES + RAY_PROCESSES
+    return ranks * total(trainer, on_host=True) + engines + programs
+
+
+def make_plan(job: Job) -> Plan:
+    """Every moment of a step of ``job``, and what does not fit."""
+    moments = [_with_overheads(job, moment) for moment in _Step(job).moments()]
+    if job.gpu is None:
+        moments = [_on_host(moment) for moment in moments]
+    tokens = None
+    if job.engine:
+        tokens = cache_tokens(job.model, job.engine, cache_pool(job.model, job.engine, free_at_start(job)))
+    plan = Plan(job, moments, tokens)
+    return Plan(job, moments, tokens, _problems(plan))
+
+
+def free_at_start(job: Job) -> float:
+    """Bytes an engine finds when it starts: engines and trainer start together, so an almost empty card."""
+    if job.gpu is None:
+        return float("inf")
+    return job.gpu.memory - CONTEXT * _processes(job)
+
+
+def _processes(job: Job) -> int:
+    return 1 + (job.engine is not None and not job.engine.on_own_gpus)
+
+
+class _Step:
+    """Assembles the moments of one job."""
+
+    def __init__(self, job: Job):
+        self.job = job
+        self.width = job.precision.activations
+        self.resident = self._trainer_states()
+        engine = job.engine
+        self.engine = engine_terms(job.model, engine, free_at_start(job)) if engine else []
+        shares = engine is not None and not engine.on_own_gpus
+        self.beside = self.engine if shares and not engine.sleeps else []  # what an idle engine still holds
+        self.during_sync = [t for t in self.engine if t.component is not Component.kv_cache or not engine.sleeps]
+        self.shares = shares
+
+    def moments(self) -> list[Moment]:
+        job = self.job
+        found = []
+        if job.engine:
+            found.append(Moment(Phase.rollout, "sampling", (self.resident if self.shares else []) + self.engine))
+        if job.algorithm != "sft":
+            found += self._scoring()
+        found += self._training()
+        if job.engine:
+            found.append(self._sync())
+        return found
+
+    def _trainer_states(self) -> list[Term]:
+        job = self.job
+        terms = actor_states(job)
+        if job.critic:
+            terms += _trained(Role.critic, job.critic, job, job.critic.num_params_scalar_head)
+        frozen = amount(job.precision.weights, "bytes")
+        if job.reference:
+            weights = frozen.times(job.model.num_params, "parameters")
+            terms += states.frozen_states(Role.reference, weights, _shards(job), job.reference_offload)
+        if job.reward_model:
+            weights = frozen.times(job.reward_model.num_params_scalar_head, "parameters")
+            terms += states.frozen_states(Role.reward_model, weights, _shards(job), job.reward_offload)
+        return terms
+
+    def _scoring(self) -> list[Moment]:
+        job = self.job
+        found = []
+
+        def forward(name: str, role: Role, shape: ModelShape, with_logits: bool) -> None:
+            plan = activations.scoring_activations(
+                shape, job.layout, job.batch, job.kernels, self.width, with_logits=with_logits
+            )
+            gathered = states.gathered_weights(role, shape, job.layout, job.precision)
+            found.append(
+                Moment(Phase.score, name, self.resident + self.beside + gathered + _activation_terms(role, plan))
+            )
+
+        if job.scores_old_policy:
+            forward("old log-probs", Role.actor, job.model, True)
+        if job.reference:
+            forward("reference log-probs", Role.reference, job.model, True)
+        if job.critic:
+            forward("values", Role.critic, job.critic, False)
+        if job.reward_model:
+            forward("reward model", Role.reward_model, job.reward_model, False)
+        return found
+
+    def _training(self) -> list[Moment]:
+        job = self.job
+        found = []
+
+        def update(role: Role, shape: ModelShape, num_params: float, with_logits: bool) -> None:
+            base = self.resident + self.beside
+            plan = _backward(job, shape, self.width, with_logits)
+            moving = states.gathered_weights(role, shape, job.layout, job.precision)
+            if job.adapter is None or role is Role.critic:
+                moving = moving + states.whole_gradient(role, shape, job.layout, job.precision)
+            elif job.adapter.quantization:
+                moving = [*moving, Term(role, Component.gathered, states.dequantized(shape))]
+            found.append(Moment(Phase.train, f"{role.value} backward", base + moving + _activation_terms(role, plan)))
+            step = states.step_transients(role, num_params, job.layout, job.precision)
+            if step:
+                found.append(Moment(Phase.train, f"{role.value} step", base + step))
+
+        trained = states.lora_params(job.model, job.adapter) if job.adapter else job.model.num_params
+        update(Role.actor, job.model, trained, True)
+        if job.critic:
+            update(Role.critic, job.critic, job.critic.num_params_scalar_head, False)
+        return found
+
+    def _sync(self) -> Moment:
+        job, shape = self.job, self.job.model
+        largest = amount(
+            max(job.bucket_bytes, shape.vocab * shape.hidden * job.engine.weight_bytes), "bytes of a bucket"
+        )
+        elements = min(shape.num_params, max(GATHER_ELEMENTS, shape.vocab * shape.hidden))
+        gathered = amount(job.precision.weights, "bytes").times(elements, "elements gathered at once")
+        moving = [Term(Role.actor, Component.sync_bucket, largest), Term(Role.actor, Component.gathered, gathered)]
+        return Moment(Phase.sync, "weight swap", self.resident + (self.during_sync if self.shares else []) + moving)
+
+
+def actor_states(job: Job) -> list[Term]:
+    """What the actor keeps between steps."""
+    if job.adapter is None:
+        return _trained(Role.actor, job.model, job, job.model.num_params)
+    adapters = _trained(Role.actor, job.model, job, states.lora_params(job.model, job.adapter))
+    base = states.base_weights(job.model, job.adapter)
+    offload = isinstance(job.layout, ZeroLayout) and job.layout.param_offload
+    return states.frozen_states(Role.actor, base, _shards(job), offload) + adapters
+
+
+def _trained(role: Role, shape: ModelShape, job: Job, num_params: float) -> list[Term]:
+    if isinstance(job.layout, MegatronLayout):
+        return states.megatron_states(role, shape, job.layout)
+    kept = states.trained_states(role, num_params, job.layout, job.precision)
+    return kept + states.reduce_bucket(role, job.layout, job.precision)
+
+
+def _shards(job: Job) -> int:
+    """Ranks that a frozen model is spread over."""
+    if isinstance(job.layout, MegatronLayout):
+        return job.layout.tp * job.layout.pp
+    return job.layout.num_ranks
+
+
+def _backward(job: Job, shape: ModelShape, width: int, with_logits: bool) -> ActivationPlan:
+    first, last = (
+        activations.training_activations(
+            shape, job.layout, job.batch, job.kernels, width, last_stage=is_last, with_logits=with_logits
+        )
+        for is_last in (False, True)
+    )
+    return max(first, last, key=lambda stage: stage.peak)
+
+
+def _activation_terms(role: Role, plan: ActivationPlan) -> list[Term]:
+    """The head's or a layer's tensors, whichever are more at their own moment."""
+    terms = [Term(role, Component.activations, plan.stored)]
+    if plan.logits.value >= plan.working.value:
+        terms.append(Term(role, Component.logits, plan.logits))
+    else:
+        terms.append(Term(role, Component.activations, plan.working))
+    if plan.host.value:
+        terms.append(Term(role, Component.activations, plan.host, on_host=True))
+    return terms
+
+
+def _with_overheads(job: Job, moment: Moment) -> Moment:
+    if job.gpu is None:
+        return moment
+    context = amount(CONTEXT, "bytes a process").times(_processes(job), "processes")
+    moving = sum(term.bytes for term in moment.terms if term.component in MOVING and not term.on_host)
+    lost = Amount(moving * FRAGMENTATION, f"{FRAGMENTATION:g} x {moving:.0f} bytes that come and go")
+    extra = [
+        Term(Role.process, Component.context, context),
+        *([Term(Role.process, Component.fragmentation, lost)] if moving else []),
+    ]
+    return Moment(moment.phase, moment.name, moment.terms + extra)
+
+
+def _on_host(moment: Moment) -> Moment:
+    return Moment(moment.phase, moment.name, [Term(t.role, t.component, t.amount, True) for t in moment.terms])
+
+
+def _problems(plan: Plan) -> list[str]:
+    job, found = plan.job, []
+    if plan.limit is not None and plan.peak > plan.limit:
+        worst = plan.worst
+        biggest = max((t for t in worst.terms if not t.on_host), key=lambda t: t.bytes)
+        found.append(
+            f"{worst.phase.value} ({worst.name}) needs {gib(plan.peak)} of each {job.gpu.name}'s {gib(plan.limit)}: "
+            f"{gib(plan.peak - plan.limit)} too much; largest: {biggest.label}, {gib(biggest.bytes)}"
+        )
+    if job.engine and plan.cache_tokens < job.engine.sequence:
+        found.append(
+            f"an engine's KV cache has room for {plan.cache_tokens:,.0f} tokens, one response of "
+            f"{job.engine.sequence:,} does not fit"
+        )
+    if job.host_memory is not None and plan.host_per_node > job.host_memory:
+        over = plan.host_per_node - job.host_memory
+        have = f"a machine with {gib(job.host_memory)}"
+        found.append(f"host memory: {gib(plan.host_per_node)} needed on {have}: {gib(over)} too much")
+    return found

@@ -1,0 +1,257 @@
+"""A run's plan from its config, and the refusal of a run that cannot fit. Reads the model's config.json, nothing else.
+
+Imports neither torch nor a GPU library: nvidia-smi says what cards there are, /proc/meminfo how much host memory.
+"""
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rlhf_mp.config.schema import RunConfig
+from rlhf_mp.errors import ConfigError, Problem
+from rlhf_mp.planner import job as planned
+from rlhf_mp.planner.amount import MIB, gib
+from rlhf_mp.planner.hardware import Gpu, recognise_gpu
+from rlhf_mp.planner.known_models import find_model
+from rlhf_mp.planner.plan import Plan, make_plan
+
+MODEL_KEY = "actor_rollout_ref.model.path"
+SKIP_KEY = "trainer.skip_plan"
+OFFLOAD = "actor_rollout_ref.actor.fsdp_config"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What one machine of the run has."""
+
+    gpu: Gpu | None  # None: the run is on the CPU
+    host_memory: float | None  # bytes; None: unknown, not judged
+
+
+def this_machine(config: RunConfig) -> Machine:
+    """The cards and the memory of the machine this process is on."""
+    gpu = None if config.trainer.device == "cpu" else _installed_gpu()
+    return Machine(gpu, _host_memory())
+
+
+def _installed_gpu() -> Gpu | None:
+    """The smallest card that nvidia-smi lists; None where there is none."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    answer = subprocess.run(query, capture_output=True, text=True)
+    if answer.returncode != 0:  # the driver is there, a card is not
+        return None
+    cards = []
+    for line in answer.stdout.splitlines():
+        name, mib = (part.strip() for part in line.rsplit(",", 1))
+        memory = float(mib) * MIB
+        card = recognise_gpu(name, memory)
+        cards.append(replace(card, memory=memory) if card else Gpu(name, memory, 0, 0, 0, 0, "nvidia-smi"))
+    return min(cards, key=lambda card: card.memory, default=None)
+
+
+def _host_memory() -> float | None:
+    """Bytes of this machine, or what its container or batch job may use of them."""
+    meminfo, limit = Path("/proc/meminfo"), Path("/sys/fs/cgroup/memory.max")
+    if not meminfo.is_file():  # not Linux
+        return None
+    fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+    total = float(fields["MemTotal"].split()[0]) * 1024
+    allowed = limit.read_text().strip() if limit.is_file() else "max"
+    return total if allowed == "max" else min(total, float(allowed))
+
+
+def job_of(config: RunConfig, machine: Machine) -> planned.Job:
+    """What the planner needs of a config.
+
+    Raises:
+        ConfigError: the model's config.json is missing, incomplete or of an unknown architecture.
+    """
+    policy, data, trainer = config.actor_rollout_ref, config.data, config.trainer
+    actor, sequence = policy.actor, data.max_prompt_length + data.max_response_length
+    tokens = actor.ppo_max_token_len_per_gpu
+    if not actor.use_dynamic_bsz:
+        tokens = actor.ppo_micro_batch_size_per_gpu * sequence
+    model = policy.model
+    updates = data.train_batch_size // actor.ppo_mini_batch_size * actor.ppo_epochs
+    return planned.Job(
+        model=find_model(model.path),  # by its name, where it is not downloaded yet
+        layout=_layout(config),
+        batch=planned.Batch(
+            # the longest sequences need what fits a micro-batch; a smaller mini-batch cannot fill it
+            tokens=min(tokens, _mini_batch_tokens(config, sequence)),
+            sequence=sequence,
+            recompute=_recompute(config),
+            activation_offload=model.enable_activation_offload,
+        ),
+        gpu=machine.gpu,
+        algorithm="grpo",
+        precision=_precision(config),
+        reference=actor.use_kl_loss,
+        reference_offload=policy.ref.fsdp_config.param_offload,
+        scores_old_policy=updates > 1,
+        engine=_engine(config, sequence, on_gpu=machine.gpu is not None),
+        bucket_bytes=policy.weight_sync.bucket_mb * 1e6,
+        host_memory=machine.host_memory,
+        ranks_per_node=trainer.n_gpus_per_node,
+        workload=planned.Workload(
+            prompts=data.train_batch_size,
+            responses=policy.rollout.n,
+            prompt_tokens=data.max_prompt_length,
+            response_tokens=data.max_response_length,
+            epochs=actor.ppo_epochs,
+        ),
+    )
+
+
+def _mini_batch_tokens(config: RunConfig, sequence: int) -> int:
+    """Tokens of one rank's share of a mini-batch, at full length; a group is never split."""
+    actor, n = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
+    prompts = -(-actor.ppo_mini_batch_size // config.data_parallel_size)
+    return prompts * n * sequence
+
+
+def _precision(config: RunConfig) -> planned.Precision:
+    half = config.actor_rollout_ref.model.dtype == "bfloat16"
+    if config.actor_rollout_ref.actor.strategy == "torch":
+        return planned.AUTOCAST if half else planned.FP32
+    return planned.BF16 if half else planned.FP32
+
+
+def _layout(config: RunConfig) -> planned.Layout:
+    actor = config.actor_rollout_ref.actor
+    if actor.strategy == "torch":
+        return planned.TorchLayout()
+    if actor.strategy == "megatron":
+        return _megatron_layout(config)
+    own, offload = actor.deepspeed, actor.fsdp_config
+    return planned.ZeroLayout(
+        num_ranks=config.trainer.num_ranks,
+        stage=own.zero_stage,
+        param_offload=offload.param_offload and own.zero_stage == 3,
+        optimizer_offload=offload.optimizer_offload and own.zero_stage > 0,
+        reduce_bucket=own.reduce_bucket_size,
+        prefetch_bucket=own.prefetch_bucket_size if offload.forward_prefetch else 0,
+    )
+
+
+def _megatron_layout(config: RunConfig) -> planned.MegatronLayout:
+    own = config.actor_rollout_ref.actor.megatron
+    return planned.MegatronLayout(
+        num_ranks=config.trainer.num_ranks,
+        tp=own.tensor_model_parallel_size,
+        pp=own.pipeline_model_parallel_size,
+        vpp=own.virtual_pipeline_model_parallel_size,
+        cp=own.context_parallel_size,
+        sequence_parallel=own.sequence_parallel,
+        distributed_optimizer=own.use_distributed_optimizer,
+    )
+
+
+def _recompute(config: RunConfig) -> planned.Recompute:
+    policy = config.actor_rollout_ref
+    if not policy.model.enable_gradient_checkpointing:
+        return "none"
+    return policy.actor.megatron.recompute if policy.actor.strategy == "megatron" else "full"
+
+
+def _engine(config: RunConfig, sequence: int, *, on_gpu: bool) -> planned.Engine:
+    rollout = config.actor_rollout_ref.rollout
+    width = 2 if rollout.dtype == "bfloat16" else 4
+    slots = rollout.max_total_tokens
+    if slots is None and not on_gpu:
+        slots = rollout.max_num_seqs * (sequence + 1)  # what the server is told to take on a CPU
+    return planned.Engine(
+        tp=rollout.tensor_model_parallel_size,
+        num_engines=rollout.num_engines,
+        memory_fraction=rollout.gpu_memory_utilization,
+        max_sequences=rollout.max_num_seqs,
+        sequence=sequence,
+        max_cache_tokens=slots,
+        weight_bytes=width,
+        cache_bytes=width,
+        cuda_graphs=on_gpu and not rollout.enforce_eager,
+        graph_batch=max(rollout.cudagraph_capture_sizes or [rollout.max_num_seqs]),
+        prefill_tokens=rollout.max_num_batched_tokens,
+    )
+
+
+def plan_of(config: RunConfig, machine: Machine | None = None) -> Plan:
+    """What a run needs, phase by phase.
+
+    Args:
+        machine: where it runs; None: here.
+
+    Raises:
+        ConfigError: the planner cannot read the model's shape.
+    """
+    return make_plan(job_of(config, machine or this_machine(config)))
+
+
+def plan_problems(config: RunConfig, machine: Machine | None = None) -> Iterator[Problem]:
+    """Why a run cannot fit: by how much, which component, and the nearest plan that does."""
+    try:
+        job = job_of(config, machine or this_machine(config))
+    except ConfigError as error:
+        for problem in error.problems:
+            yield replace(problem, fix=f"{problem.fix}; or {SKIP_KEY}=true to run without a plan")
+        return
+    plan = make_plan(job)
+    if plan.fits:
+        return
+    fix = nearest_fit(job)
+    advice = (
+        f"{fix}; or {SKIP_KEY}=true to try anyway"
+        if fix
+        else f"no knob alone makes it fit; {SKIP_KEY}=true to try anyway"
+    )
+    for reason in plan.problems:
+        yield Problem(MODEL_KEY, job.model.name, reason, advice)
+
+
+def nearest_fit(job: planned.Job) -> str | None:
+    """The first set of overrides, from the cheapest in speed to the dearest, with which the job fits."""
+    overrides: list[str] = []
+    for words, changed in _cheaper(job):
+        overrides = [word for word in overrides if word.split("=")[0] != words.split("=")[0]] + [words]
+        plan = make_plan(changed)
+        if plan.fits:
+            place = "GPU" if changed.gpu else "rank"
+            return f"{' '.join(overrides)} (then {gib(plan.peak)} a {place} and {gib(plan.host_per_node)} a machine)"
+    return None
+
+
+def _cheaper(job: planned.Job) -> Iterator[tuple[str, planned.Job]]:
+    """Changes that save memory, one after the other, each on top of those before."""
+    if job.batch.recompute == "none":
+        job = replace(job, batch=replace(job.batch, recompute="full"))
+        yield "actor_rollout_ref.model.enable_gradient_checkpointing=true", job
+    while job.batch.tokens // 2 >= job.batch.sequence:
+        job = replace(job, batch=replace(job.batch, tokens=job.batch.tokens // 2))
+        yield f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={job.batch.tokens}", job
+    if job.engine and job.gpu:
+        for fraction in (0.4, 0.3, 0.25):
+            if fraction < job.engine.memory_fraction:
+                job = replace(job, engine=replace(job.engine, memory_fraction=fraction))
+                yield f"actor_rollout_ref.rollout.gpu_memory_utilization={fraction}", job
+    if isinstance(job.layout, planned.ZeroLayout) and job.gpu:
+        yield from _offloaded(job, job.layout)
+
+
+def _offloaded(job: planned.Job, layout: planned.ZeroLayout) -> Iterator[tuple[str, planned.Job]]:
+    if layout.stage < 3:
+        layout = replace(layout, stage=3)
+        job = replace(job, layout=layout)
+        yield "actor_rollout_ref.actor.deepspeed.zero_stage=3", job
+    if not layout.optimizer_offload:
+        layout = replace(layout, optimizer_offload=True)
+        job = replace(job, layout=layout)
+        yield f"{OFFLOAD}.optimizer_offload=true", job
+    if job.reference and not job.reference_offload:
+        job = replace(job, reference_offload=True)
+        yield "actor_rollout_ref.ref.fsdp_config.param_offload=true", job
+    if not layout.param_offload:
+        yield f"{OFFLOAD}.param_offload=true", replace(job, layout=replace(layout, param_offload=True))

@@ -1,0 +1,52 @@
+"""One line of a memory plan: whose, what, where, how much and why."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from rlhf_mp.planner.amount import Amount
+
+
+class Component(Enum):
+    weights = "weights"
+    gradients = "gradients"
+    master = "master weights"  # float32
+    optimizer = "optimizer moments"
+    activations = "activations"
+    logits = "logits"
+    gathered = "gathered weights"  # whole while they are used; sharded or in host memory otherwise
+    buckets = "gradients in flight"
+    kv_cache = "KV cache"
+    sync_bucket = "sync bucket"
+    cuda_graphs = "graphs and workspace"
+    context = "contexts"
+    fragmentation = "fragmentation"
+
+
+class Role(Enum):
+    actor = "actor"
+    critic = "critic"
+    reference = "reference"
+    reward_model = "reward model"
+    engine = "engine"
+    process = "process"
+
+
+@dataclass(frozen=True)
+class Term:
+    role: Role
+    component: Component
+    amount: Amount
+    on_host: bool = False
+
+    @property
+    def bytes(self) -> float:
+        return self.amount.value
+
+    @property
+    def label(self) -> str:
+        return f"{self.role.value} {self.component.value}"
+
+
+def total(terms: list[Term], *, on_host: bool) -> float:
+    """Bytes in one place."""
+    return sum(term.bytes for term in terms if term.on_host == on_host)

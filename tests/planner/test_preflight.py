@@ -1,0 +1,182 @@
+"""A run's config becomes a plan; a run that cannot fit is refused with what would help."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rlhf_mp.config.load import config_from_dict, load_config
+from rlhf_mp.config.model_folder import count_parameters
+from rlhf_mp.phase import Phase
+from rlhf_mp.planner.amount import GIB
+from rlhf_mp.planner.hardware import find_gpu
+from rlhf_mp.planner.hf_config import read_shape
+from rlhf_mp.planner.plan import make_plan
+from rlhf_mp.planner.preflight import Machine, job_of, nearest_fit, plan_of, plan_problems, this_machine
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+H100 = Machine(find_gpu("h100"), 1000 * GIB)
+LAPTOP = Machine(None, 16 * GIB)
+QWEN_7B = {
+    "model_type": "qwen2",
+    "hidden_size": 3584,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "intermediate_size": 18944,
+    "vocab_size": 152064,
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_7B))
+    return tmp_path
+
+
+def run(folder, **knobs):
+    """A config of 8 ranks; knobs as dotted words."""
+    words = {
+        "trainer.n_gpus_per_node": 8,
+        "data.train_files": "x.jsonl",
+        "actor_rollout_ref.model.path": folder,
+    } | knobs
+    return config_from_dict({}, [f"{key}={value}" for key, value in words.items()])
+
+
+def knobs(text):
+    """The overrides in a fix, e.g. "a.b=1 c=2 (then ...)"."""
+    return dict(word.split("=") for word in text.split(" (")[0].split())
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_config_in_the_repository_is_planned(path, folder):
+    overrides = [] if "7b" in path.stem else [f"actor_rollout_ref.model.path={folder}"]
+    plan = plan_of(load_config(path, overrides), H100)
+    assert {moment.phase for moment in plan.moments} == set(Phase)
+    assert plan.peak > 0
+
+
+def test_a_known_model_is_planned_before_it_is_downloaded():
+    config = load_config(ROOT / "configs" / "grpo_qwen2.5_7b_deepspeed.yaml")
+    assert job_of(config, H100).model.num_params == 7_615_616_512
+
+
+def test_the_shape_counts_what_a_checkpoint_holds(tiny_checkpoint):
+    assert read_shape(tiny_checkpoint).num_params == count_parameters(tiny_checkpoint)
+
+
+def test_the_run_is_read_as_it_is_written(folder):
+    job = job_of(
+        run(
+            folder,
+            **{
+                "actor_rollout_ref.actor.fsdp_config.optimizer_offload": "true",
+                "actor_rollout_ref.actor.use_kl_loss": "true",
+                "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 8192,
+                "actor_rollout_ref.model.enable_gradient_checkpointing": "false",
+                "actor_rollout_ref.rollout.tensor_model_parallel_size": 4,
+                "data.max_prompt_length": 1000,
+                "data.max_response_length": 500,
+            },
+        ),
+        H100,
+    )
+    assert str(job.layout) == "ZeRO-3 over 8 +optimizer offload"
+    assert (job.batch.tokens, job.batch.sequence, job.batch.recompute) == (8192, 1500, "none")
+    assert (job.engine.tp, job.engine.num_engines, job.reference) == (4, 2, True)
+
+
+def test_micro_batches_counted_in_sequences_are_planned_at_full_length(folder):
+    config = run(
+        folder,
+        **{
+            "actor_rollout_ref.actor.use_dynamic_bsz": "false",
+            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 3,
+            "data.max_prompt_length": 100,
+            "data.max_response_length": 60,
+        },
+    )
+    assert job_of(config, H100).batch.tokens == 3 * 160
+
+
+def test_a_micro_batch_is_never_planned_larger_than_a_ranks_share_of_a_mini_batch(folder):
+    config = run(folder, **{"actor_rollout_ref.actor.ppo_mini_batch_size": 8, "actor_rollout_ref.rollout.n": 2})
+    # 8 prompts over 8 ranks, 2 responses each, 512 + 512 tokens
+    assert job_of(config, H100).batch.tokens == 2 * 1024
+
+
+@pytest.mark.parametrize("knob", ["reference", "old policy"])
+def test_only_what_the_algorithm_scores_is_planned(folder, knob):
+    one_update = {"actor_rollout_ref.actor.ppo_mini_batch_size": 1024}
+    names = [m.name for m in plan_of(run(folder, **one_update), H100).moments]
+    assert "old log-probs" not in names and "reference log-probs" not in names
+    names = [m.name for m in plan_of(run(folder, **{"actor_rollout_ref.actor.use_kl_loss": "true"}), H100).moments]
+    assert {"reference": "reference log-probs", "old policy": "old log-probs"}[knob] in names
+
+
+def test_a_run_that_cannot_fit_says_by_how_much_and_what_would_help(folder):
+    config = run(folder, **{"actor_rollout_ref.rollout.gpu_memory_utilization": 0.6})
+    (problem,) = plan_problems(config, H100)
+    assert "too much; largest: actor logits" in problem.reason
+    assert "trainer.skip_plan=true" in problem.fix
+    helped = run(folder, **{"actor_rollout_ref.rollout.gpu_memory_utilization": 0.6} | knobs(problem.fix.split(";")[0]))
+    assert list(plan_problems(helped, H100)) == []
+
+
+def test_what_fits_has_no_problems(folder):
+    config = run(folder, **{"actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 4096})
+    assert list(plan_problems(config, Machine(find_gpu("b200"), None))) == []
+
+
+def test_where_nothing_helps_it_says_so(folder):
+    (problem, *_) = plan_problems(run(folder), Machine(replace(find_gpu("rtx4090"), memory=4 * GIB), None))
+    assert "no knob alone makes it fit" in problem.fix
+
+
+def test_a_fix_is_the_first_in_order_of_cost(folder):
+    job = job_of(run(folder, **{"actor_rollout_ref.model.enable_gradient_checkpointing": "false"}), H100)
+    fix = nearest_fit(job)
+    assert fix.startswith("actor_rollout_ref.model.enable_gradient_checkpointing=true")
+    assert make_plan(job).fits is False
+
+
+def test_a_7b_model_on_a_laptop_is_refused_for_its_host_memory(folder):
+    problems = list(plan_problems(run(folder), LAPTOP))
+    assert "host memory" in problems[0].reason and "16.00 GiB" in problems[0].reason
+
+
+def test_a_small_model_on_a_laptop_is_planned_in_host_memory(tiny_checkpoint):
+    config = load_config(ROOT / "configs" / "quickstart.yaml", [f"actor_rollout_ref.model.path={tiny_checkpoint}"])
+    plan = plan_of(config, LAPTOP)
+    assert plan.fits and plan.limit is None
+    assert plan.host_per_node < 16 * GIB
+    assert list(plan_problems(config, LAPTOP)) == []
+
+
+def test_an_unknown_architecture_can_still_be_run_without_a_plan(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
+    (problem,) = plan_problems(run(tmp_path), H100)
+    assert "mamba" in str(problem) and "trainer.skip_plan=true" in problem.fix
+
+
+def test_this_machine_has_memory_and_a_cpu_run_has_no_gpu(folder):
+    machine = this_machine(run(folder, **{"trainer.device": "cpu"}))
+    assert machine.gpu is None
+    assert machine.host_memory > GIB
+
+
+def test_a_megatron_run_is_planned_with_its_own_layout(folder):
+    actor = "actor_rollout_ref.actor"
+    words = {
+        f"{actor}.strategy": "megatron",
+        f"{actor}.megatron.tensor_model_parallel_size": 4,
+        f"{actor}.megatron.pipeline_model_parallel_size": 2,
+        f"{actor}.megatron.recompute": "selective",
+    }
+    job = job_of(run(folder, **words), H100)
+    assert (job.layout.tp, job.layout.pp, job.layout.cp, job.layout.dp) == (4, 2, 1, 1)
+    assert job.layout.sequence_parallel
+    assert job.batch.recompute == "selective"

@@ -1,0 +1,105 @@
+"""The search finds what a single plan confirms, and refuses with reasons."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from rlhf_mp.errors import ConfigError
+from rlhf_mp.planner.hardware import find_gpu, recognise_gpu
+from rlhf_mp.planner.job import MegatronLayout, ZeroLayout
+from rlhf_mp.planner.known_models import find_model
+from rlhf_mp.planner.plan import make_plan
+from rlhf_mp.planner.search import Question, layouts, search
+from rlhf_mp.planner.search_report import describe_search, search_json
+
+QUESTION = Question(find_model("qwen2.5-32b"), find_gpu("h100"), 16)
+
+
+@cache
+def answer():
+    return search(QUESTION)
+
+
+def test_what_is_found_fits_fastest_first_and_what_is_refused_is_said_why():
+    found, refused = answer()
+    assert found and refused
+    assert all(make_plan(candidate.plan.job).fits for candidate in found)
+    seconds = [candidate.time.total for candidate in found]
+    assert seconds == sorted(seconds)
+    assert all("GiB" in item.reason for item in refused)
+    assert {str(c.plan.job.layout) for c in found} & {str(item.layout) for item in refused} == set()
+
+
+def test_every_layout_is_either_found_or_refused():
+    found, refused = answer()
+    assert len(found) + len(refused) == len(list(layouts(QUESTION)))
+
+
+def test_layouts_divide_the_gpus_the_heads_and_the_layers():
+    tried = [layout for layout in layouts(QUESTION) if isinstance(layout, MegatronLayout)]
+    assert tried
+    assert all(layout.dp * layout.tp * layout.pp == 16 and 64 % layout.pp == 0 == 40 % layout.tp for layout in tried)
+    assert any(isinstance(layout, ZeroLayout) for layout in layouts(QUESTION))
+
+
+def test_more_memory_never_loses_a_layout():
+    small, _ = search(replace(QUESTION, gpu=find_gpu("a100-80g")))
+    large, _ = search(replace(QUESTION, gpu=replace(find_gpu("a100-80g"), memory=find_gpu("h200").memory)))
+    assert {str(c.plan.job.layout) for c in small} <= {str(c.plan.job.layout) for c in large}
+
+
+def test_nothing_fits_a_70b_model_on_one_small_card():
+    question = Question(find_model("llama-3.1-70b"), find_gpu("rtx4090"), 1)
+    found, refused = search(question)
+    assert found == []
+    assert "nothing fits" in describe_search(question, found, refused)
+
+
+def test_ppo_needs_more_than_grpo_and_sft_less():
+    question = replace(QUESTION, gpu=find_gpu("b200"), backends=("deepspeed",))
+    answers = [search(replace(question, algorithm=name))[0] for name in ("sft", "grpo", "ppo")]
+    peaks = [min(candidate.plan.peak for candidate in found) for found in answers]
+    assert peaks == sorted(peaks)
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"num_gpus": 0}, "nothing runs on no GPU"),
+    ({"num_gpus": 12}, "--num-gpus 16"),
+    ({"tp": 3}, "--tp 2"),
+    ({"pp": 48}, "--pp 16"),
+    ({"rollout_tp": 16, "num_gpus": 8}, "--rollout-tp 8"),
+])  # fmt: skip
+def test_a_question_that_has_no_answer_names_the_nearest_that_has(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        search(replace(QUESTION, **changes))
+
+
+def test_a_given_parallelism_is_kept():
+    found, refused = search(replace(QUESTION, tp=8, pp=2, rollout_tp=4))
+    assert {str(c.plan.job.layout) for c in found} | {str(r.layout) for r in refused} == {"Megatron tp8 pp2 dp1"}
+    assert all(candidate.plan.job.engine.tp == 4 for candidate in found)
+
+
+def test_the_answer_as_table_and_as_json_agree():
+    found, refused = answer()
+    record = search_json(found, refused)
+    table = describe_search(QUESTION, found, refused)
+    assert [entry["layout"] for entry in record["found"]] == [str(c.plan.job.layout) for c in found]
+    assert all(entry["layout"] in table for entry in record["found"] + record["refused"])
+
+
+def test_cards_are_found_by_the_names_people_use():
+    assert find_gpu("h100") is find_gpu("NVIDIA H100 80GB") is find_gpu("H100-80G")
+    assert find_gpu("4090").memory == 24_564 * 2**20
+    with pytest.raises(ConfigError, match="nearest: H200"):
+        find_gpu("h2000")
+
+
+def test_cards_are_recognised_by_what_nvidia_smi_says():
+    mib = 2**20
+    assert recognise_gpu("NVIDIA H100 80GB HBM3", 81_559 * mib).name == "H100-80G"
+    assert recognise_gpu("NVIDIA A100-SXM4-40GB", 40_960 * mib).name == "A100-40G"
+    assert recognise_gpu("NVIDIA GeForce RTX 4090", 24_564 * mib).name == "RTX4090"
+    assert recognise_gpu("NVIDIA H200", 143_771 * mib).name == "H200"
+    assert recognise_gpu("Tesla T4", 15_360 * mib) is None
