@@ -1,0 +1,170 @@
+"""The parts of one rank, made from its config and connected: the only place that chooses implementations."""
+
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from rlhf_mp.algorithms.base import make_algorithm, updates_per_step
+from rlhf_mp.checkpoint import model_identity
+from rlhf_mp.cluster.guard import Guard
+from rlhf_mp.cluster.ranks import Ranks
+from rlhf_mp.cluster.services import Services
+from rlhf_mp.config.load import config_to_dict
+from rlhf_mp.config.schema import RunConfig
+from rlhf_mp.models.hf import DTYPES, save_checkpoint
+from rlhf_mp.observe.console import ConsoleSink
+from rlhf_mp.observe.metrics import MetricLog
+from rlhf_mp.observe.reduce import reduce_over_ranks
+from rlhf_mp.observe.sinks import JsonlSink, Sink, TensorBoardSink, WandbSink
+from rlhf_mp.observe.watchdog import watch
+from rlhf_mp.phase import Phase
+from rlhf_mp.rollout.sglang_client import EngineControl
+from rlhf_mp.train.base import TrainEngine
+from rlhf_mp.train.build import make_actor, make_reference
+from rlhf_mp.trainer.checkpoints import RunCheckpoints
+from rlhf_mp.trainer.trainer import Schedule, Trainer
+from rlhf_mp.weights.base import Transport, WeightSync
+from rlhf_mp.weights.buckets import Packer
+from rlhf_mp.weights.canary import make_canary
+from rlhf_mp.weights.disk import DiskTransport
+from rlhf_mp.weights.distributed import DistributedTransport
+from rlhf_mp.weights.swap import VerifiedSwap
+from rlhf_mp.weights.tensor import TensorTransport
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a rank has once everything is started."""
+
+    config: RunConfig
+    ranks: Ranks
+    services: Services
+    device: torch.device
+    guard: Guard
+    on_hang: Callable[[str], None]  # says why, and ends this process
+
+
+def make_trainer(job: Job) -> Trainer:
+    """All parts of this rank, resumed where the newest checkpoint stands. Collective.
+
+    Engines are built while the SGLang servers start.
+    """
+    knobs, algorithm, facts = job.config.trainer, make_algorithm(job.config), job.services.facts()
+    torch.manual_seed(knobs.seed + job.ranks.rank)
+    num_steps = knobs.total_training_steps or knobs.total_epochs * facts.steps_per_epoch
+    actor = make_actor(job.config, job.device, num_steps * updates_per_step(job.config))
+    reference = make_reference(job.config, job.device) if algorithm.needs_reference else None
+    trainer = Trainer(
+        schedule=Schedule(num_steps, knobs.test_freq, knobs.save_freq, knobs.val_before_train),
+        actor=actor,
+        reference=reference,
+        algorithm=algorithm,
+        rollouts=job.services.client.with_share(actor.layout.dp_rank),
+        swap=make_swap(job),
+        checkpoints=make_checkpoints(job, actor),
+        log=MetricLog([], reduce_over_ranks),
+        watch=lambda phase: watched(job, phase),
+        has_validation=facts.num_validation > 0,
+        counts=actor.layout.is_output_rank,
+    )
+    trainer.resume()
+    if job.ranks.rank == 0:
+        print(
+            f"{facts.num_prompts} prompts ({facts.num_dropped} dropped as longer than data.max_prompt_length), "
+            f"{facts.num_validation} for validation, {num_steps} steps"
+        )
+        trainer.log.sinks = make_sinks(job, num_steps, trainer.step)
+    return trainer
+
+
+def watched(job: Job, phase: Phase) -> AbstractContextManager[None]:
+    timeout_s = job.config.trainer.phase_timeout_s
+    message = f"phase {phase.value} lasted longer than {timeout_s:g} s (trainer.phase_timeout_s)"
+    return watch(phase, job.ranks.rank, timeout_s, lambda: job.on_hang(message))
+
+
+def make_swap(job: Job) -> VerifiedSwap:
+    """Waits for the engines."""
+    policy, data = job.config.actor_rollout_ref, job.config.data
+    own, addresses = policy.weight_sync, job.services.addresses()
+    is_sender = job.ranks.rank == 0
+    if is_sender:
+        print(
+            f"{len(addresses)} SGLang engine(s) ready {time.monotonic() - job.services.started:.0f} s after their start"
+        )
+    controls = [EngineControl(f"SGLang engine {i}", address, own.timeout_s) for i, address in enumerate(addresses)]
+    transport = make_transport(job)
+    sync = WeightSync(
+        transport,
+        controls if is_sender else [],
+        Packer(own.bucket_mb * 10**6, job.device, shared=transport.shared_buffers),
+        dtype=DTYPES[policy.rollout.dtype],
+        is_sender=is_sender,
+        workers_per_engine=policy.rollout.tensor_model_parallel_size,
+    )
+    canary = make_canary(
+        model_identity(Path(policy.model.path))["vocab_size"],
+        max_prompt=data.max_prompt_length,
+        max_response=data.max_response_length,
+        temperature=policy.rollout.temperature,
+        tolerance=own.canary_tolerance,
+        seed=job.config.trainer.seed,
+    )
+    return VerifiedSwap(sync, canary, job.ranks.broadcast)
+
+
+def make_transport(job: Job) -> Transport:
+    policy = job.config.actor_rollout_ref
+    workers, on_cpu = policy.rollout.tensor_model_parallel_size, job.device.type == "cpu"
+    match policy.weight_sync.transport:
+        case "tensor":
+            return TensorTransport(workers, job.ranks.gather, on_cpu)
+        case "distributed":
+            return DistributedTransport(workers, "127.0.0.1", on_cpu)
+        case "disk":
+            return DiskTransport(job.guard.run_dir / "weights", job.ranks.rank == 0)
+
+
+def make_checkpoints(job: Job, actor: TrainEngine) -> RunCheckpoints:
+    knobs = job.config.trainer
+    return RunCheckpoints(
+        job.guard.run_dir,
+        job.ranks,
+        keep=knobs.max_actor_ckpt_to_keep,
+        resume_from=Path(knobs.resume_from_path) if knobs.resume_mode == "resume_path" else None,
+        resume=knobs.resume_mode != "disable",
+        identity=model_identity(Path(job.config.actor_rollout_ref.model.path)),
+        export=(lambda folder: export(job, actor, folder)) if knobs.save_hf == "always" else None,
+        say=print,
+    )
+
+
+def export(job: Job, actor: TrainEngine, folder: Path) -> None:
+    """Collective. Write the actor as a Hugging Face checkpoint."""
+    weights = actor.weights()
+    if job.ranks.rank == 0:
+        model = job.config.actor_rollout_ref.model
+        save_checkpoint(weights, model.path, folder, DTYPES[model.dtype])
+    else:
+        for _ in weights:  # gathering them takes all ranks
+            pass
+    job.ranks.barrier()
+
+
+def make_sinks(job: Job, num_steps: int, steps_done: int) -> list[Sink]:
+    knobs, run_dir, console = job.config.trainer, job.guard.run_dir, job.guard.console
+    first = steps_done + 1 if steps_done else 0
+    sinks: list[Sink] = [JsonlSink(run_dir, first)]  # always: summary.json is made from it
+    if "console" in knobs.logger:
+        terminal = console.isatty()
+        sinks.append(ConsoleSink(console if terminal else sys.stdout, terminal, num_steps, steps_done))
+    if "tensorboard" in knobs.logger:
+        sinks.append(TensorBoardSink(run_dir / "tensorboard", first))
+    if "wandb" in knobs.logger:
+        sinks.append(WandbSink(knobs.project_name, knobs.experiment_name, config_to_dict(job.config), run_dir))
+    return sinks

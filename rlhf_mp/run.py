@@ -1,0 +1,141 @@
+"""One rank, from its config to its exit code."""
+
+import contextlib
+import os
+import signal
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlhf_mp.cluster.guard import Guard, start_guard
+from rlhf_mp.cluster.launcher import RankInfo
+from rlhf_mp.config.load import config_to_dict, dump_config
+from rlhf_mp.config.schema import RunConfig
+from rlhf_mp.errors import CheckpointError, ConfigError, EngineError, SyncError
+
+if TYPE_CHECKING:
+    from rlhf_mp.assemble import Job
+    from rlhf_mp.trainer.trainer import Trainer
+
+EXIT_CONFIG, EXIT_FAILED = 2, 1
+EXPLAINED = (ConfigError, CheckpointError, EngineError, SyncError)
+"""Errors whose text says it all; any other comes with its traceback."""
+
+
+def train_to_the_end(job: "Job", trainer: "Trainer") -> None:
+    """What a run normally does with its trainer."""
+    from rlhf_mp.assemble import export
+
+    trainer.train()
+    if job.config.trainer.save_hf != "never":
+        export(job, trainer.actor, job.guard.run_dir / "huggingface")
+    trainer.log.close()
+    if job.ranks.rank == 0:
+        finish(job.config, job.guard.run_dir)
+
+
+def run(config: RunConfig, info: RankInfo, work: Callable[["Job", "Trainer"], None] = train_to_the_end) -> int:
+    """Do ``work`` with everything started. Returns 0 when all went well; otherwise ends the process, with its code."""
+    guard = start_guard(info.rank, Path(config.trainer.default_local_dir))
+    os.environ["TMPDIR"] = str(guard.tmp)  # what Ray and SGLang leave there goes with the job
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # end at once even inside a collective; the guard cleans up
+    try:
+        start_and(work, config, info, guard)
+    except EXPLAINED as error:
+        leave(guard, EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_FAILED, f"rank {info.rank}", str(error))
+    except BaseException:  # whatever it is, the user reads about it before the other ranks' broken connections
+        leave(guard, EXIT_FAILED, f"rank {info.rank}", traceback.format_exc())
+    guard.farewell(0)
+    return 0
+
+
+def leave(
+    guard: Guard, exit_code: int, what: str, message: str, log: Path | None = None, *, witnessed: bool = False
+) -> None:
+    """Report, and end this process without waiting for peers that may hang; the guard ends what is left."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    guard.report(what, message, log, witnessed=witnessed)
+    # What follows from an earlier failure is not for the terminal. A full disk must not change the exit code.
+    with contextlib.suppress(OSError), guard.log.open("a") as own_log:
+        own_log.write(f"{what}: {message}\n")
+    guard.farewell(exit_code)
+    os._exit(exit_code)
+
+
+def start_and(work: Callable[["Job", "Trainer"], None], config: RunConfig, info: RankInfo, guard: Guard) -> None:
+    """Join the ranks, start the engines, assemble the trainer, ``work``, and take everything down again."""
+    quiet()
+    import torch
+    import torch.distributed as dist
+
+    on_cpu = config.trainer.device == "cpu" or not torch.cuda.is_available()
+    if on_cpu:
+        os.environ["DS_ACCELERATOR"] = "cpu"  # otherwise DeepSpeed looks for a GPU and warns that there is none
+
+    from rlhf_mp.assemble import Job, make_trainer
+    from rlhf_mp.cluster.placement import place
+    from rlhf_mp.cluster.ranks import Ranks
+    from rlhf_mp.cluster.services import Services
+    from rlhf_mp.train.build import join_ranks
+    from rlhf_mp.train.compiler_locks import build_root, remove_abandoned_locks
+
+    device = torch.device("cpu" if on_cpu else f"cuda:{info.local_rank}")
+    if not on_cpu:
+        torch.cuda.set_device(device)
+    if info.rank == 0:
+        dump_config(config, guard.run_dir / "config.yaml")
+        print(f"run directory {guard.run_dir}")
+    if info.local_rank == 0 and config.trainer.nnodes == 1:  # several hosts may share the folder
+        for lock in remove_abandoned_locks(build_root()):
+            print(f"removed {lock}: a run was killed while it compiled")
+    join_ranks(config, device)
+    ranks = Ranks(info.rank, info.world_size)
+    services = Services(
+        config,
+        place(config, on_cpu),
+        ranks,
+        guard.run_dir / "logs",
+        guard.tmp,
+        on_end=lambda what, how, log: leave(guard, EXIT_FAILED, what, how, log, witnessed=True),
+    )
+    job = Job(
+        config,
+        ranks,
+        services,
+        device=device,
+        guard=guard,
+        on_hang=lambda message: leave(guard, EXIT_FAILED, f"rank {info.rank}", message, guard.log),
+    )
+    work(job, make_trainer(job))
+    services.stop()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def quiet() -> None:
+    """Silence warnings of libraries about each other that nobody who reads our output can act on."""
+    for message in ("Failed to load image Python extension", "`torch.distributed.*` is deprecated"):
+        warnings.filterwarnings("ignore", message=message)
+    warnings.filterwarnings("ignore", module=r"megatron\.|mbridge\.")
+
+
+def finish(config: RunConfig, run_dir: Path) -> None:
+    """summary.json, and the table at the end."""
+    from rlhf_mp import checkpoint
+    from rlhf_mp.observe.sinks import read_jsonl
+    from rlhf_mp.observe.summary import before_after_table, write_summary
+
+    paths = {"summary": str(run_dir / "summary.json"), "metrics": str(run_dir / "metrics.jsonl")}
+    if "tensorboard" in config.trainer.logger:
+        paths["tensorboard"] = str(run_dir / "tensorboard")
+    if saved := checkpoint.newest_first(run_dir):
+        paths["checkpoint"] = str(saved[0])
+    if config.trainer.save_hf != "never":
+        paths["hf"] = str(run_dir / "huggingface")
+    records = read_jsonl(run_dir / "metrics.jsonl")
+    summary = write_summary(run_dir / "summary.json", records, config=config_to_dict(config), paths=paths)
+    print("\n" + before_after_table(summary))

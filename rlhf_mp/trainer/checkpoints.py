@@ -1,0 +1,139 @@
+"""Saving and resuming a run: everything that decides the next step, in one folder, written by all ranks."""
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from rlhf_mp import checkpoint
+from rlhf_mp.errors import CheckpointError
+from rlhf_mp.trainer.trainer import Trainer
+
+
+class Ranks(Protocol):
+    """What the ranks need of each other."""
+
+    rank: int
+    num_ranks: int
+
+    def barrier(self) -> None: ...
+    def broadcast(self, value: Any) -> Any: ...
+
+
+class RunCheckpoints:
+    """Checkpoints of one run directory."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        ranks: Ranks,
+        *,
+        keep: int,
+        resume_from: Path | None,
+        resume: bool,
+        identity: dict[str, Any],
+        export: Callable[[Path], None] | None,
+        say: Callable[[str], None],
+    ):
+        """
+        Args:
+            resume_from: this checkpoint and no other; None: the newest undamaged one of ``run_dir``, if any.
+            identity: shapes of the model; a checkpoint of others is refused.
+            export: collective; writes a Hugging Face checkpoint beside the engine's. None: not wanted.
+        """
+        self.run_dir, self.ranks, self.keep = run_dir, ranks, keep
+        self.resume_from, self.resume, self.identity = resume_from, resume, identity
+        self.export, self.say = export, say
+
+    def save(self, trainer: Trainer) -> None:
+        """Collective. Older checkpoints go only after the new one is whole.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        folder = checkpoint.folder_of(self.run_dir, trainer.step)
+        if self.ranks.rank == 0:
+            checkpoint.start(folder)
+        self.ranks.barrier()
+        place = checkpoint.unfinished(folder)
+        with whole_or_removed(place):
+            trainer.actor.save(place / "actor")
+            torch.save(torch.get_rng_state(), place / f"rng_{self.ranks.rank}.pt")
+            if self.export is not None:
+                self.export(place / "huggingface")
+            self.ranks.barrier()
+            if self.ranks.rank == 0:
+                checkpoint.finish(folder, self._state(trainer))
+        if self.ranks.rank == 0:
+            for place in checkpoint.set_aside_later(self.run_dir, trainer.step):
+                self.say(f"set aside as {place}: this run did not continue from it")
+            checkpoint.remove_old(self.run_dir, self.keep)
+            self.say(f"checkpoint {folder}")
+        self.ranks.barrier()
+
+    def _state(self, trainer: Trainer) -> dict[str, Any]:
+        return {
+            "step": trainer.step,  # the weight version is the same number
+            "model": self.identity,
+            "num_ranks": self.ranks.num_ranks,
+            "data": trainer.rollouts.state_dict(trainer.step),
+        }
+
+    def load_newest(self, trainer: Trainer) -> None:
+        """Collective. Continue from a checkpoint, or leave the trainer at step 0.
+
+        Raises:
+            CheckpointError: the only ones there are damaged, or of another model or number of ranks.
+        """
+        found = self.ranks.broadcast(self._choose() if self.ranks.rank == 0 else None)
+        if found is None:
+            return
+        folder, state = found
+        trainer.actor.load(folder / "actor")
+        torch.set_rng_state(torch.load(folder / f"rng_{self.ranks.rank}.pt", weights_only=True))
+        trainer.rollouts.load_state_dict(state["data"])
+        trainer.step = state["step"]
+        self.say(f"resumed from {folder} at step {trainer.step}")
+
+    def _choose(self) -> tuple[Path, dict[str, Any]] | None:
+        if not self.resume:
+            return None
+        candidates = [self.resume_from] if self.resume_from else checkpoint.newest_first(self.run_dir)
+        damaged: list[str] = []
+        for folder in candidates:
+            try:
+                state = checkpoint.read_state(folder, checksums=True)
+            except CheckpointError as error:
+                damaged.append(str(error))
+                self.say(f"damaged checkpoint {folder.name} is not used: {error}")
+                continue
+            if reasons := list(checkpoint.misfits(state, self.identity, self.ranks.num_ranks)):
+                raise CheckpointError(f"{folder} {'; '.join(reasons)}\n    fix: trainer.experiment_name=<new name>")
+            return folder, state
+        if damaged:
+            fix = "trainer.resume_mode=disable starts from the beginning"
+            raise CheckpointError(f"no undamaged checkpoint: {'; '.join(damaged)}\n    fix: {fix}")
+        return None
+
+
+@contextmanager
+def whole_or_removed(place: Path) -> Iterator[None]:
+    """Where writing fails, make room again, for the logs above all, and say which file it was.
+
+    torch.save reports a full disk as a RuntimeError that names neither file nor reason.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "inline_container" not in str(error):
+            raise
+        last = max((f for f in place.rglob("*") if f.is_file()), key=lambda f: f.stat().st_mtime_ns, default=place)
+        free = shutil.disk_usage(place).free
+        shutil.rmtree(place, ignore_errors=True)
+        raise CheckpointError(
+            f"{last} could not be written, with {free / 1e6:.1f} MB free: {error}\n"
+            "    fix: make room, or trainer.default_local_dir=<folder on another disk>; older checkpoints are whole"
+        ) from error

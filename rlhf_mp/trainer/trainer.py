@@ -1,0 +1,158 @@
+"""The RL loop. Runs on every launched rank (SPMD); each line means the same thing on all of them."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from rlhf_mp.algorithms.base import Algorithm
+from rlhf_mp.data.collate import collate
+from rlhf_mp.data.types import SampleText, Share, Sums, TokenBatch
+from rlhf_mp.observe.memory import peak_memory
+from rlhf_mp.observe.metrics import MetricLog
+from rlhf_mp.phase import Phase
+from rlhf_mp.train.base import Scorer, TrainEngine
+
+
+class Rollouts(Protocol):
+    """The scheduler, as a rank sees it."""
+
+    def fetch(self, step: int) -> Share: ...
+    def publish(self, version: int) -> None: ...
+    def evaluate(self) -> tuple[Sums, list[SampleText]]: ...
+
+
+class Swap(Protocol):
+    """Trainer weights into the engines, verified."""
+
+    def push(self, actor: TrainEngine, version: int, *, must_differ: bool) -> Sums: ...
+
+
+class Checkpoints(Protocol):
+    def save(self, trainer: "Trainer") -> None: ...
+    def load_newest(self, trainer: "Trainer") -> None: ...
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When the run does what."""
+
+    num_steps: int
+    test_freq: int  # -1: only at the end
+    save_freq: int  # -1: only at the end
+    val_before_train: bool
+
+    def due(self, frequency: int, step: int) -> bool:
+        return step == self.num_steps or (frequency > 0 and step % frequency == 0)
+
+
+@dataclass
+class Trainer:
+    """Weight version v is what step v samples from; after ``step`` steps the version is ``step``."""
+
+    schedule: Schedule
+    actor: TrainEngine
+    reference: Scorer | None
+    algorithm: Algorithm
+    rollouts: Rollouts
+    swap: Swap
+    checkpoints: Checkpoints
+    log: MetricLog
+    watch: Callable[[Phase], AbstractContextManager[None]]  # a phase that hangs is reported
+    has_validation: bool
+    counts: bool = True  # False where another rank holds the same data, as a part of the same model
+    step: int = 0
+    last_grad_norm: float = field(default=0.0, init=False)
+
+    def resume(self) -> None:
+        """Continue where the newest checkpoint stands, if there is one."""
+        self.checkpoints.load_newest(self)
+
+    def train(self) -> None:
+        """Train from where it stands to the last step."""
+        self.publish()
+        self.log.start()
+        if self.step == 0 and self.schedule.val_before_train:
+            self.evaluate()
+        while self.step < self.schedule.num_steps:
+            self.train_step()
+            self.step += 1
+            self.publish()
+            self.log.finish(self.step)
+            if self.schedule.due(self.schedule.test_freq, self.step):
+                self.evaluate()
+            if self.schedule.due(self.schedule.save_freq, self.step):
+                self.checkpoints.save(self)
+            self.log.start()
+
+    def train_step(self) -> None:
+        with self.phase(Phase.rollout):
+            share = self.rollouts.fetch(self.step)  # waits; raises on every rank if an engine died
+        self.count(share.metrics)
+        self.log.samples(self.step + 1, share.samples)
+        batch = collate(share.trajectories)
+        with self.phase(Phase.score):
+            self.score(batch, share.score_rows)
+        batch.advantages = self.algorithm.advantages(batch.rewards, batch.group_ids, batch.mask)
+        with self.phase(Phase.train):
+            for minibatch in share.minibatches:
+                micro_batches = [batch.select(rows) for rows in minibatch.micro_batches]
+                metrics = self.actor.train_step(micro_batches, minibatch.totals, self.algorithm.policy_loss)
+                self.last_grad_norm = metrics["grad_norm"][0]
+                self.log.add(metrics, "actor/")
+                self.count(padding(micro_batches))
+        self.log.add({name: (value, 1) for name, value in peak_memory().items()})
+
+    def score(self, batch: TokenBatch, cut: list[list[int]]) -> None:
+        """Fill in what the algorithm declares it needs, and nothing else."""
+        if self.algorithm.needs_old_logprobs:
+            batch.old_logprobs = scored(self.actor, batch, cut)
+            self.count({"score/tokens": (float(batch.lengths.sum()), 1)})
+        if self.reference is not None:
+            batch.ref_logprobs = scored(self.reference, batch, cut)
+            self.count({"score/tokens": (float(batch.lengths.sum()), 1)})
+
+    def count(self, sums: Sums) -> None:
+        """Add what follows from this rank's share, unless another rank does."""
+        if self.counts:
+            self.log.add(sums)
+
+    def publish(self) -> None:
+        """Make the engines sample from the current weights, and tell the scheduler they do."""
+        with self.phase(Phase.sync):
+            self.log.add(self.swap.push(self.actor, self.step, must_differ=self.last_grad_norm > 0))
+            self.rollouts.publish(self.step)
+
+    def evaluate(self) -> None:
+        """Held-out accuracy under the live weights; written apart from a step."""
+        if not self.has_validation:
+            return
+        self.log.start()
+        with self.watch(Phase.rollout):
+            metrics, samples = self.rollouts.evaluate()
+        self.log.add(metrics, "eval/")
+        self.log.samples(self.step, samples)
+        self.log.finish(self.step, "eval")
+
+    @contextmanager
+    def phase(self, phase: Phase) -> Iterator[None]:
+        with self.watch(phase), self.log.time(phase):
+            yield
+
+
+def scored(model: Scorer, batch: TokenBatch, cut: list[list[int]]) -> torch.Tensor:
+    """Log-probs of all rows, computed micro-batch by micro-batch."""
+    result = torch.zeros_like(batch.rollout_logprobs)
+    for rows, logprobs in zip(cut, model.score([batch.select(rows) for rows in cut]), strict=True):
+        if rows:  # an empty micro-batch only keeps the ranks in step
+            result[rows, : logprobs.shape[1]] = logprobs
+    return result
+
+
+def padding(micro_batches: list[TokenBatch]) -> Sums:
+    """Tokens trained on, and the share of computed positions that were padding."""
+    real = sum(float(b.lengths.sum()) for b in micro_batches if b.mask.any())
+    computed = sum(b.tokens.numel() for b in micro_batches)
+    return {"train/tokens": (real, 1), "train/padding_fraction": (computed - real, computed)}

@@ -1,0 +1,139 @@
+"""What a short run leaves behind, over the transports that are not the default, and that others can use its model."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+from job import Job
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import AutoModelForCausalLM
+
+from rlhf_mp.config.load import config_to_dict, load_config
+from rlhf_mp.config.schema import RolloutConfig
+from rlhf_mp.data.collate import collate
+from rlhf_mp.data.types import Trajectory
+from rlhf_mp.rollout.base import SamplingParams
+from rlhf_mp.rollout.sglang_client import SGLangClient
+from rlhf_mp.rollout.sglang_server import ServerPlan, SGLangServer
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
+SHORT = [
+    "trainer.total_training_steps=2",
+    "trainer.test_freq=1",
+    "trainer.save_freq=1",
+    "trainer.max_actor_ckpt_to_keep=1",
+]
+DISK = ["actor_rollout_ref.weight_sync.transport=disk"]
+DISTRIBUTED = [
+    "actor_rollout_ref.weight_sync.transport=distributed",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+]
+EXACT = 1e-4  # log-probs of float32 models computed in different ways, in nats
+
+
+def finished(job: Job) -> Job:
+    assert job.wait() == 0, job.output()
+    job.assert_nothing_left()
+    return job
+
+
+@pytest.fixture(scope="module")
+def disk(start, tmp_path_factory) -> Job:
+    """One rank, plain PyTorch, weights through files."""
+    return finished(start(tmp_path_factory.mktemp("disk") / "run", *SHORT, *DISK))
+
+
+@pytest.fixture(scope="module")
+def distributed(start, tmp_path_factory) -> Job:
+    """Two DeepSpeed ranks, weights by broadcast to one engine of two workers."""
+    return finished(start(tmp_path_factory.mktemp("distributed") / "run", *SHORT, *DISTRIBUTED, num_ranks=2))
+
+
+@pytest.fixture(params=["disk", "distributed"])
+def job(request) -> Job:
+    return request.getfixturevalue(request.param)
+
+
+def test_every_version_reaches_the_engines_and_is_what_they_sample_from(job):
+    assert list(job.steps()) == [1, 2]
+    for record in job.steps().values():
+        assert record["sync/changed_tensors_fraction"] == 1
+        assert record["sync/canary_logprob_diff"] < EXACT
+        assert record["actor/rollout_logprob_difference"] < EXACT
+        assert record["rollout/staleness_mean"] == 0
+
+
+def test_the_summary_says_what_came_out_and_from_what(job):
+    summary = job.summary()
+    assert summary["num_steps"] == 2
+    for phase in ("step", "rollout", "score", "train"):
+        assert summary["phases"][phase]["mean_s"] > 0
+        assert summary["phases"][phase]["tokens_per_s"] > 0
+    assert summary["phases"]["sync"]["mean_s"] > 0
+    accuracies = [record["eval/accuracy"] for record in job.metrics() if "eval/accuracy" in record]
+    assert len(accuracies) == 3
+    assert (summary["eval/accuracy_first"], summary["eval/accuracy_last"]) == (accuracies[0], accuracies[-1])
+    assert {"rlhf_mp", "torch", "deepspeed", "sglang", "ray", "transformers"} <= summary["versions"].keys()
+    assert {"cpu", "num_cores", "memory_gib"} <= summary["machine"].keys()
+    assert all(Path(path).exists() for path in summary["paths"].values())
+
+
+def test_the_resolved_config_starts_the_same_run(job):
+    config = load_config(job.run_dir / "config.yaml", [])
+    assert config_to_dict(config) == job.summary()["config"]
+    assert config.trainer.default_local_dir == str(job.run_dir)
+
+
+def test_tensorboard_shows_what_metrics_jsonl_holds(job):
+    board = EventAccumulator(str(job.run_dir / "tensorboard")).Reload()
+    for name in ("rollout/reward_mean", "actor/grad_norm", "time/step_s"):
+        shown = {event.step: event.value for event in board.Scalars(name)}
+        assert shown == pytest.approx({step: record[name] for step, record in job.steps().items()}, rel=1e-6)
+
+
+def test_only_as_many_checkpoints_as_wanted_stay(job):
+    assert [folder.name for folder in (job.run_dir / "checkpoints").iterdir()] == ["global_step_000002"]
+
+
+def test_other_processes_see_nothing_of_the_swaps_on_disk(disk):
+    assert not (disk.run_dir / "weights").exists()
+
+
+@torch.no_grad()
+def test_the_exported_model_computes_what_the_trained_one_does(disk):
+    exported = AutoModelForCausalLM.from_pretrained(disk.run_dir / "huggingface", dtype=torch.float32).eval()
+    trained = AutoModelForCausalLM.from_config(exported.config, dtype=torch.float32).eval()
+    state = torch.load(disk.run_dir / "checkpoints/global_step_000002/actor/torch_engine.pt", weights_only=True)
+    trained.load_state_dict(state["module"])
+    tokens = torch.arange(14)[None]
+    torch.testing.assert_close(exported(tokens).logits, trained(tokens).logits, rtol=0, atol=0)
+
+
+@torch.no_grad()
+def test_a_fresh_server_serves_the_exported_model(distributed, tmp_path):
+    folder = distributed.run_dir / "huggingface"
+    plan = ServerPlan(index=0, model_path=str(folder), on_cpu=True, gpus=(), seed=1)
+    rollout = RolloutConfig(dtype="float32", max_model_len=64, max_num_seqs=8)
+    server = SGLangServer(plan, rollout, context=64, log_file=tmp_path / "engine.log")
+    try:
+        server.wait_ready(600)
+        prompt = [5, 12, 7, 13]  # "3+5="
+        completions = asyncio.run(sample(server, prompt))
+    finally:
+        server.stop()
+    batch = collate(
+        [Trajectory(prompt, c.ids, c.logprobs, [True] * len(c.ids), 0.0, 0, 0, c.finish_reason) for c in completions]
+    )
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    logprobs = model(batch.tokens).logits[:, :-1].log_softmax(-1).gather(-1, batch.tokens[:, 1:, None])[..., 0]
+    ours = batch.mask[:, 1:]
+    torch.testing.assert_close(logprobs * ours, batch.rollout_logprobs[:, 1:] * ours, rtol=0, atol=EXACT)
+
+
+async def sample(server: SGLangServer, prompt: list[int]) -> list:
+    client = SGLangClient(server.name, server.address, timeout_s=60)
+    try:
+        return await client.generate(prompt, SamplingParams(1.0, 1.0, -1, 16, (1,)), seeds=range(8))
+    finally:
+        await client.close()

@@ -1,0 +1,62 @@
+"""Four steps, a stop and four more are eight steps, bit for bit. Two DeepSpeed ranks, ZeRO-3 with both offloads."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from job import Job
+from safetensors.torch import load_file
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
+COMPARED = ("rollout/", "actor/", "eval/", "score/")
+"""Metrics of what was computed; the others are times and memory."""
+
+
+class Runs(NamedTuple):
+    straight: Job
+    resumed: Job
+
+
+@pytest.fixture(scope="module")
+def runs(start, tmp_path_factory) -> Runs:
+    folder = tmp_path_factory.mktemp("resume")
+
+    def finished(name: str, num_steps: int) -> Job:
+        job = start(folder / name, f"trainer.total_training_steps={num_steps}", "trainer.test_freq=4", num_ranks=2)
+        assert job.wait() == 0, job.output()
+        job.assert_nothing_left()
+        return job
+
+    straight = finished("straight", 8)
+    finished("resumed", 4)
+    return Runs(straight, finished("resumed", 8))
+
+
+def weights(job: Job) -> dict[str, torch.Tensor]:
+    (file,) = (job.run_dir / "huggingface").glob("model*.safetensors")
+    return load_file(file)
+
+
+def test_the_second_start_continues_from_the_checkpoint(runs):
+    assert f"resumed from {runs.resumed.run_dir}/checkpoints/global_step_000004 at step 4" in runs.resumed.output()
+    assert list(runs.resumed.steps()) == list(range(1, 9))
+
+
+def test_weights_are_equal_bit_for_bit(runs, inputs):
+    straight, resumed = weights(runs.straight), weights(runs.resumed)
+    assert straight.keys() == resumed.keys()
+    different = [name for name in straight if not straight[name].equal(resumed[name])]
+    assert different == []
+    start = load_file(Path(inputs[0].partition("=")[2]) / "model.safetensors")
+    unchanged = [name for name in start if start[name].equal(straight[name])]
+    assert unchanged == []
+
+
+def test_rewards_and_losses_of_every_step_are_equal(runs):
+    straight, resumed = (
+        [{k: v for k, v in record.items() if k == "step" or k.startswith(COMPARED)} for record in job.metrics()]
+        for job in runs
+    )
+    assert straight == resumed
+    assert len({record["actor/loss"] for record in runs.straight.steps().values()}) == 8
