@@ -1,0 +1,47 @@
+"""Checkpoints and engines shared by the whole session: starting a server costs 5-20 s."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+from rlhf_mp.cluster.launcher import use_own_compiler_cache
+
+# The same examples every time, however busy the machine is.
+settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
+settings.load_profile("repeatable")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+use_own_compiler_cache()
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """0.8 M parameters, one token per character, weights large enough that log-probs differ clearly between models."""
+    from rlhf_mp.models.tiny import character_tokenizer, make_checkpoint
+
+    path = tmp_path_factory.mktemp("tiny")
+    make_checkpoint(path, character_tokenizer("0123456789+= "), std=0.08)
+    return path
+
+
+@pytest.fixture(scope="session", params=[1, 2], ids=["tp1", "tp2"])
+def sglang_server(request, tiny_checkpoint: Path, tmp_path_factory) -> Iterator:
+    """A float32 server of ``tiny_checkpoint`` at tensor-parallel size 1 and 2."""
+    from rlhf_mp.config.schema import RolloutConfig
+    from rlhf_mp.rollout.sglang_server import ServerPlan, SGLangServer
+
+    rollout = RolloutConfig(
+        dtype="float32", max_model_len=128, max_num_seqs=64, tensor_model_parallel_size=request.param
+    )
+    log = tmp_path_factory.mktemp("sglang") / "engine.log"
+    plan = ServerPlan(index=0, model_path=str(tiny_checkpoint), on_cpu=True, gpus=(), seed=1)
+    server = SGLangServer(plan, rollout, context=128, log_file=log)
+    try:
+        server.wait_ready(180)
+        server.workers = request.param
+        yield server
+    finally:
+        server.stop()
