@@ -1,0 +1,198 @@
+"""Real model code at full size without the memory: one forward and backward on tensors that have only shapes.
+
+  python -m benchmarks.simulate llama-3.1-8b qwen2.5-32b --out benchmarks/results/simulated_activations.json
+
+Storages are counted as they come and go, so this is the peak of the code that trains, at any size, on any machine.
+"""
+
+import argparse
+import contextlib
+import itertools
+import json
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from benchmarks.machine import provenance
+from rlhf_mp.models.logprobs import token_logprobs_and_entropy
+from rlhf_mp.planner.activations import training_activations
+from rlhf_mp.planner.job import EAGER, Batch, TorchLayout
+from rlhf_mp.planner.known_models import find_model
+from rlhf_mp.planner.model_shape import ModelShape
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """Bytes on one device, without weights."""
+
+    saved: int  # kept for the backward pass, logits left out
+    forward_peak: int  # of one forward and loss, what is kept included
+    backward_peak: int  # of all that is alive at once, gradients of the weights left out
+
+
+class LiveBytes(TorchDispatchMode):
+    """Sums the sizes of storages made while it is active, for as long as they live; the model's own do not count."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        own = [*model.parameters(), *model.buffers()]
+        self._known = weakref.WeakSet(tensor.untyped_storage() for tensor in own)  # views of weights come by too
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self._track(tensor.untyped_storage())
+        self.peak = max(self.peak, self.now)
+        return result
+
+    def _track(self, storage: torch.UntypedStorage) -> None:
+        if storage in self._known:
+            return
+        size = storage.nbytes()
+        self._known.add(storage)
+        self.now += size
+        weakref.finalize(storage, self._release, size)
+
+    def _release(self, size: int) -> None:
+        self.now -= size
+
+
+def build(shape: ModelShape, kind: str, checkpointing: bool) -> torch.nn.Module:
+    """A bfloat16 model of ``shape`` from transformers' own ``kind`` classes, built under the active fake mode."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        kind,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.ffn,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        vocab_size=shape.vocab,
+        tie_word_embeddings=shape.tied,
+        use_cache=False,
+        sliding_window=None,
+        pad_token_id=None,
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model.train()
+
+
+@contextlib.contextmanager
+def bytes_saved(model: torch.nn.Module) -> Iterator[list[int]]:
+    """Sizes of the storages that autograd keeps, without the model's own."""
+    own = {p.untyped_storage()._cdata for p in model.parameters()}
+    seen: dict[int, torch.Tensor] = {}
+    sizes: list[int] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own and storage._cdata not in seen:
+            seen[storage._cdata] = tensor  # keeps it alive: an address that is used again would be missed
+            sizes.append(storage.nbytes())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield sizes
+
+
+def simulate(
+    shape: ModelShape, kind: str, *, sequences: int, length: int, checkpointing: bool, chunk: int | None = None
+) -> Simulated:
+    """One micro-batch of ``sequences`` x ``length`` tokens through the trainer's own log-probs, and back.
+
+    Args:
+        chunk: tokens whose logits exist at once; None: all.
+    """
+    # Whether sequences are packed is read from tensor values, which do not exist here; they are not packed.
+    unpacked = patch("transformers.masking_utils.find_packed_sequence_indices", return_value=None)
+    with FakeTensorMode(allow_non_fake_inputs=True), unpacked:
+        model = build(shape, kind, checkpointing)
+        tokens = torch.zeros(sequences, length, dtype=torch.long)
+        with bytes_saved(model) as saved:
+            model(input_ids=tokens, use_cache=False)
+            kept = sum(saved)
+        for parameter in model.parameters():  # as under ZeRO: a gradient leaves as soon as it is whole
+            parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+        with LiveBytes(model) as live:
+            loss = _loss(model, tokens, chunk)
+            forward_peak, live.peak = live.peak, live.now
+            loss.backward()
+    return Simulated(kept, forward_peak, live.peak)
+
+
+def _loss(model: torch.nn.Module, tokens: torch.Tensor, chunk: int | None) -> torch.Tensor:
+    if chunk is None:
+        logits = model(input_ids=tokens, use_cache=False).logits.float()
+        return token_logprobs_and_entropy(logits, tokens, entropy_grad=False)[0].sum()
+    hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state.flatten(0, 1)
+    total = torch.zeros(())
+    for start in range(0, len(hidden), chunk):
+        part, ids = hidden[start : start + chunk], tokens.flatten()[start : start + chunk]
+        total = total + checkpoint(_chunk_loss, model.lm_head, part, ids, use_reentrant=False)
+    return total
+
+
+def _chunk_loss(head: torch.nn.Module, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return token_logprobs_and_entropy(head(hidden).float(), ids, entropy_grad=False)[0].sum()
+
+
+NOTE = (
+    "Gradients of tensors without data are added out of place: where chunks of logits are small beside the head's "
+    "gradient the simulation holds a third copy of it, which a real run does not."
+)
+KINDS = {"llama": "llama", "qwen2.5": "qwen2", "qwen3": "qwen3", "mistral": "mistral"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="+", help="known names of Llama, Qwen2.5, Qwen3 or Mistral models")
+    parser.add_argument("--tokens", type=int, default=4096, help="of the micro-batch")
+    parser.add_argument("--length", type=int, default=2048, help="tokens a sequence")
+    parser.add_argument("--out", type=Path, help="JSON file")
+    args = parser.parse_args()
+    records = []
+    for name in args.models:
+        shape = find_model(name)
+        kind = next(value for prefix, value in KINDS.items() if shape.name.lower().startswith(prefix))
+        for checkpointing, chunk in itertools.product((False, True), (None, 1024)):
+            records.append(compare(shape, kind, args.tokens, args.length, checkpointing, chunk))
+            print(" ".join(f"{key}={value}" for key, value in records[-1].items()), flush=True)
+    if args.out:
+        args.out.write_text(json.dumps({"provenance": provenance(), "note": NOTE, "cells": records}, indent=1) + "\n")
+
+
+def compare(shape: ModelShape, kind: str, tokens: int, length: int, checkpointing: bool, chunk: int | None) -> dict:
+    """Planned and simulated bytes of one micro-batch."""
+    batch = Batch(tokens, length, logit_tokens=chunk, recompute="full" if checkpointing else "none")
+    planned = training_activations(shape, TorchLayout(), batch, EAGER, 2)
+    real = simulate(shape, kind, sequences=tokens // length, length=length, checkpointing=checkpointing, chunk=chunk)
+    return {
+        "model": shape.name,
+        "tokens": tokens,
+        "checkpointing": checkpointing,
+        "logit_chunk_tokens": chunk,
+        "planned_saved_bytes": planned.stored.value,
+        "simulated_saved_bytes": real.saved,
+        "saved_difference": planned.stored.value / real.saved - 1,
+        "planned_peak_bytes": planned.peak,
+        "simulated_peak_bytes": real.backward_peak,
+        "peak_difference": planned.peak / real.backward_peak - 1,
+    }
+
+
+if __name__ == "__main__":
+    main()
