@@ -14,20 +14,26 @@ ON_CPU := DS_ACCELERATOR=cpu OMP_NUM_THREADS=1
 
 .PHONY: setup demo test
 
-setup: $(VENV)/ready
+setup:
+	@$(MAKE) --no-print-directory -j3 $(VENV)/ready
 
-# SGLang's own requirements name CUDA builds, torchvision and triton are only imported on CPU: all without theirs.
-$(VENV)/ready: setup.py constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(PIP) -c constraints.txt torch
-	$(PIP) -c constraints.txt -e '.[cpu,megatron,dev]'
-	$(PIP) -c constraints.txt --no-deps sglang triton torchvision
-	$(MAKE) --no-print-directory -j2 $(VENV)/op-CPUAdamBuilder $(VENV)/op-ShareMemCommBuilder
+$(VENV)/ready: $(VENV)/packages $(VENV)/op-CPUAdamBuilder $(VENV)/op-ShareMemCommBuilder
 	touch $@
 
-# DeepSpeed compiles these at first use; here once, in parallel, so that the first run starts at once. They stay in this
-# environment: another one would otherwise overwrite them in the shared cache.
-$(VENV)/op-%:
+$(VENV)/deepspeed: setup.py constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) -c constraints.txt torch deepspeed
+	touch $@
+
+# SGLang's own requirements name CUDA builds, torchvision and triton are only imported on CPU: all without theirs.
+$(VENV)/packages: $(VENV)/deepspeed
+	$(PIP) -c constraints.txt -e '.[cpu,megatron,dev]'
+	$(PIP) -c constraints.txt --no-deps sglang triton torchvision
+	touch $@
+
+# DeepSpeed compiles these at first use; here once, while the other packages install, so that the first run starts at
+# once. They stay in this environment: another one would otherwise overwrite them in the shared cache.
+$(VENV)/op-%: $(VENV)/deepspeed
 	$(IN_VENV) $(ON_CPU) python -c 'from deepspeed.ops.op_builder import CPUAdamBuilder; from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder; $*().load(verbose=False)' > $@.log 2>&1 || { cat $@.log; exit 1; }
 	touch $@
 
