@@ -5,7 +5,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import asdict
 from importlib.util import find_spec
 
-from rlhf_mp.config import megatron_checks
+from rlhf_mp.config import data_checks, megatron_checks
 from rlhf_mp.config.schema import ActorConfig, DeepSpeedConfig, RunConfig
 from rlhf_mp.errors import Problem
 
@@ -21,6 +21,7 @@ def written_problems(config: RunConfig, given: AbstractSet[str]) -> Iterator[Pro
     """
     yield from _written_actor_problems(config, given)
     yield from megatron_checks.written_problems(config)
+    yield from data_checks.written_problems(config)
     trainer = config.trainer
     if config.data.system_prompt and not config.data.apply_chat_template:
         yield Problem(
@@ -72,6 +73,7 @@ def cross_problems(config: RunConfig) -> Iterator[Problem]:
     yield from _actor_problems(config)
     yield from _engine_problems(config)
     yield from _trainer_problems(config)
+    yield from data_checks.data_problems(config)
 
 
 def _batch_problems(config: RunConfig) -> Iterator[Problem]:

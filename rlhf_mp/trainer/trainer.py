@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from rlhf_mp.algorithms.base import Algorithm
-from rlhf_mp.data.collate import collate
+from rlhf_mp.data.collate import collate, with_estimates
 from rlhf_mp.data.types import SampleText, Share, Sums, TokenBatch
 from rlhf_mp.observe.memory import peak_memory
 from rlhf_mp.observe.metrics import MetricLog
@@ -91,11 +91,11 @@ class Trainer:
         with self.phase(Phase.rollout):
             share = self.rollouts.fetch(self.step)  # waits; raises on every rank if an engine died
         self.count(share.metrics)
-        self.log.samples(self.step + 1, share.samples)
         batch = collate(share.trajectories)
         with self.phase(Phase.score):
             self.score(batch, share.score_rows)
         batch.advantages = self.algorithm.advantages(batch.rewards, batch.group_ids, batch.mask)
+        self.log.samples(self.step + 1, [with_estimates(sample, batch) for sample in share.samples])
         with self.phase(Phase.train):
             for minibatch in share.minibatches:
                 micro_batches = [batch.select(rows) for rows in minibatch.micro_batches]
