@@ -28,6 +28,7 @@ from rlhf_mp.phase import Phase
 from rlhf_mp.rollout.sglang_client import EngineControl
 from rlhf_mp.train.base import TrainEngine
 from rlhf_mp.train.build import make_actor, make_reference
+from rlhf_mp.trainer.best import Best
 from rlhf_mp.trainer.checkpoints import RunCheckpoints
 from rlhf_mp.trainer.trainer import Schedule, Trainer
 from rlhf_mp.weights.base import Transport, WeightSync
@@ -73,6 +74,7 @@ def make_trainer(job: Job) -> Trainer:
         watch=lambda phase: watched(job, phase),
         has_validation=facts.num_validation > 0,
         counts=actor.layout.is_output_rank,
+        best=Best(knobs.best_metric, knobs.best_mode) if knobs.best_metric else None,
     )
     trainer.resume()
     if job.ranks.rank == 0:

@@ -20,7 +20,8 @@ import pyarrow as arrow
 from rlhf_mp.checkpoint import sha256
 
 TABLE, FACTS = "prompts.arrow", "facts.json"
-ROWS_PER_BATCH = 8192  # few enough to tokenise at once, enough that a million prompts have few parts
+ENCODE = json.JSONEncoder(ensure_ascii=False).encode
+ROWS_PER_BATCH = 2048  # few enough to tokenise at once, enough that a million prompts have few parts
 LAYOUT = 1  # of the files; another number makes tables afresh
 SCHEMA = arrow.schema([("ids", arrow.list_(arrow.int32())), ("key", arrow.float64()), ("rest", arrow.string())])
 
@@ -83,7 +84,7 @@ class TableWriter:
         self._writer = arrow.ipc.new_file(str(path), SCHEMA)
 
     def write(self, ids: list[list[int]], keys: list[float | None], rest: list[dict[str, Any]]) -> None:
-        texts = [json.dumps(fields, ensure_ascii=False) for fields in rest]
+        texts = [ENCODE(fields) for fields in rest]
         self._writer.write_batch(arrow.record_batch([ids, keys, texts], schema=SCHEMA))
         self.num_rows += len(ids)
 

@@ -109,8 +109,7 @@ def make_table(place: Path, files: Sequence[str], tokenizer: Tokenizer, data: Da
         while rows := list(islice(stream, prompt_table.ROWS_PER_BATCH)):
             good = [row for where, row in rows if not problems.add(row_problems(where, row, data))]
             texts = [render(row[data.prompt_key], tokenizer, data) for row in good]
-            # A chat template writes the special tokens itself; for raw text the tokenizer adds what its model expects.
-            ids = tokenizer(texts, add_special_tokens=not data.apply_chat_template)["input_ids"] if texts else []
+            ids = encode(texts, tokenizer, data) if texts else []
             kept = [i for i, tokens in enumerate(ids) if lengths.keep(len(tokens))]
             rest = [prompt_fields(good[i], texts[i], data) for i in kept]
             for i, fields in zip(kept, rest, strict=True):
@@ -199,6 +198,11 @@ def render(prompt: str | list[dict[str, str]], tokenizer: Tokenizer, data: DataC
         system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
         prompt = [*system, {"role": "user", "content": prompt}]
     return tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+
+
+def encode(texts: list[str], tokenizer: Tokenizer, data: DataConfig) -> list[list[int]]:
+    """A chat template writes the special tokens itself; to raw text the tokenizer adds what its model expects."""
+    return tokenizer(texts, add_special_tokens=not data.apply_chat_template)["input_ids"]
 
 
 class Lengths:

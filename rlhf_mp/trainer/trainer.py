@@ -14,6 +14,7 @@ from rlhf_mp.observe.memory import peak_memory
 from rlhf_mp.observe.metrics import MetricLog
 from rlhf_mp.phase import Phase
 from rlhf_mp.train.base import Scorer, TrainEngine
+from rlhf_mp.trainer.best import Best
 
 
 class Rollouts(Protocol):
@@ -63,6 +64,7 @@ class Trainer:
     watch: Callable[[Phase], AbstractContextManager[None]]  # a phase that hangs is reported
     has_validation: bool
     counts: bool = True  # False where another rank holds the same data, as a part of the same model
+    best: Best | None = None  # None: no validation is better than another
     step: int = 0
     last_grad_norm: float = field(default=0.0, init=False)
 
@@ -81,9 +83,8 @@ class Trainer:
             self.step += 1
             self.publish()
             self.log.finish(self.step)
-            if self.schedule.due(self.schedule.test_freq, self.step):
-                self.evaluate()
-            if self.schedule.due(self.schedule.save_freq, self.step):
+            is_best = self.schedule.due(self.schedule.test_freq, self.step) and self.evaluate()
+            if is_best or self.schedule.due(self.schedule.save_freq, self.step):
                 self.checkpoints.save(self)
             self.log.start()
 
@@ -125,16 +126,17 @@ class Trainer:
             self.log.add(self.swap.push(self.actor, self.step, must_differ=self.last_grad_norm > 0))
             self.rollouts.publish(self.step)
 
-    def evaluate(self) -> None:
-        """Held-out accuracy under the live weights; written apart from a step."""
+    def evaluate(self) -> bool:
+        """Held-out accuracy under the live weights; written apart from a step. Whether it is the best so far."""
         if not self.has_validation:
-            return
+            return False
         self.log.start()
         with self.watch(Phase.rollout):
             metrics, samples = self.rollouts.evaluate()
         self.log.add(metrics, "eval/")
         self.log.samples(self.step, samples)
-        self.log.finish(self.step, "eval")
+        found = self.log.finish(self.step, "eval")
+        return self.best is not None and self.best.offer(self.step, found)
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
