@@ -10,10 +10,9 @@ from typing import Any
 from rlhf_mp.cluster.scheduler import Evaluation, RolloutScheduler
 from rlhf_mp.config.schema import RunConfig
 from rlhf_mp.data.order import make_order
-from rlhf_mp.data.prompt_table import DataFile, changed_files
+from rlhf_mp.data.prompt_table import DataFile, compare_files
 from rlhf_mp.data.prompts import load_prompts
 from rlhf_mp.data.types import Share
-from rlhf_mp.errors import CheckpointError
 from rlhf_mp.models.hf import load_tokenizer, stop_token_ids
 from rlhf_mp.rewards.registered import rewards
 from rlhf_mp.rollout.sampler import Sampler
@@ -120,14 +119,9 @@ class SchedulerActor:
             CheckpointError: the training files have changed, or what decides the order of their prompts.
         """
         then = {knob: [DataFile(**file) for file in files] for knob, files in state["files"].items()}
-        changed = {knob: [*changed_files(then[knob], now)] for knob, now in self.files.items()}
-        if in_training := changed["data.train_files"]:
-            raise CheckpointError(
-                f"data.train_files are not those of the checkpoint: {'; '.join(in_training)}\n"
-                "    fix: put the old files back, or start anew with trainer.experiment_name=<new name>"
-            )
+        remarks = compare_files(then, self.files)
         self.scheduler.load_state_dict(state["order"])
-        return [f"validation before and after is not comparable: {change}" for change in changed["data.val_files"]]
+        return remarks
 
     async def ended(self) -> str:
         """Never returns; the call fails when this process dies."""

@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
@@ -18,6 +18,7 @@ from typing import Any
 import pyarrow as arrow
 
 from rlhf_mp.checkpoint import sha256
+from rlhf_mp.errors import CheckpointError
 
 TABLE, FACTS = "prompts.arrow", "facts.json"
 ENCODE = json.JSONEncoder(ensure_ascii=False).encode
@@ -124,6 +125,21 @@ def seal(place: Path, facts: TableFacts) -> None:
 def open_table(folder: Path) -> arrow.Table:
     """The columns, memory-mapped."""
     return arrow.ipc.open_file(arrow.memory_map(str(folder / TABLE))).read_all()
+
+
+def compare_files(then: Mapping[str, Sequence[DataFile]], now: Mapping[str, Sequence[DataFile]]) -> list[str]:
+    """What the user should know of files that changed between a checkpoint and the run that continues from it.
+
+    Raises:
+        CheckpointError: training files have changed: positions in the old ones mean nothing in the new ones.
+    """
+    changed = {knob: [*changed_files(then[knob], files)] for knob, files in now.items()}
+    if in_training := changed["data.train_files"]:
+        raise CheckpointError(
+            f"data.train_files are not those of the checkpoint: {'; '.join(in_training)}\n"
+            "    fix: put the old files back, or start anew with trainer.experiment_name=<new name>"
+        )
+    return [f"validation before and after is not comparable: {change}" for change in changed["data.val_files"]]
 
 
 def changed_files(then: Sequence[DataFile], now: Sequence[DataFile]) -> Iterator[str]:

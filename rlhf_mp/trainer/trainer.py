@@ -77,14 +77,14 @@ class Trainer:
         self.publish()
         self.log.start()
         if self.step == 0 and self.schedule.val_before_train:
-            self.evaluate()
+            self.improves(self.evaluate())
         while self.step < self.schedule.num_steps:
             self.train_step()
             self.step += 1
             self.publish()
             self.log.finish(self.step)
-            is_best = self.schedule.due(self.schedule.test_freq, self.step) and self.evaluate()
-            if is_best or self.schedule.due(self.schedule.save_freq, self.step):
+            metrics = self.evaluate() if self.schedule.due(self.schedule.test_freq, self.step) else {}
+            if self.improves(metrics) or self.schedule.due(self.schedule.save_freq, self.step):
                 self.checkpoints.save(self)
             self.log.start()
 
@@ -126,17 +126,20 @@ class Trainer:
             self.log.add(self.swap.push(self.actor, self.step, must_differ=self.last_grad_norm > 0))
             self.rollouts.publish(self.step)
 
-    def evaluate(self) -> bool:
-        """Held-out accuracy under the live weights; written apart from a step. Whether it is the best so far."""
+    def evaluate(self) -> dict[str, float]:
+        """Held-out accuracy under the live weights; written apart from a step. Empty without validation data."""
         if not self.has_validation:
-            return False
+            return {}
         self.log.start()
         with self.watch(Phase.rollout):
             metrics, samples = self.rollouts.evaluate()
         self.log.add(metrics, "eval/")
         self.log.samples(self.step, samples)
-        found = self.log.finish(self.step, "eval")
-        return self.best is not None and self.best.offer(self.step, found)
+        return self.log.finish(self.step, "eval")
+
+    def improves(self, metrics: dict[str, float]) -> bool:
+        """Whether a validation is the best so far, by the metric that decides it."""
+        return self.best is not None and bool(metrics) and self.best.offer(self.step, metrics)
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:

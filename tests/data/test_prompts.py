@@ -12,9 +12,9 @@ from transformers import PreTrainedTokenizerFast
 
 from rlhf_mp.config.schema import DataConfig
 from rlhf_mp.data import prompts
-from rlhf_mp.data.prompt_table import DataFile, changed_files
+from rlhf_mp.data.prompt_table import DataFile, changed_files, compare_files
 from rlhf_mp.data.prompts import Prompt, load_prompts
-from rlhf_mp.errors import ConfigError
+from rlhf_mp.errors import CheckpointError, ConfigError
 
 WORDS = ["<pad>", "<s>", "<user>", "<system>", "<assistant>", "?", "one", "two", "three", "be", "brief"]
 ID = {word: i for i, word in enumerate(WORDS)}
@@ -270,3 +270,14 @@ def test_a_changed_file_is_named_and_a_moved_one_is_the_same():
     assert change == "b.jsonl has changed: 20 bytes then, 21 now, other contents"
     assert list(changed_files([a, b], [a])) == ["b.jsonl is not named any more"]
     assert list(changed_files([a], [a, b])) == ["b.jsonl was not there"]
+
+
+def test_changed_training_files_end_a_resume_and_changed_validation_files_are_told():
+    a, b = DataFile("a.jsonl", 10, "aa"), DataFile("b.jsonl", 20, "bb")
+    other = replace(a, sha256="xx")
+    then = {"data.train_files": [a], "data.val_files": [b]}
+    assert compare_files(then, then) == []
+    (remark,) = compare_files(then, then | {"data.val_files": [b, a]})
+    assert remark == "validation before and after is not comparable: a.jsonl was not there"
+    with pytest.raises(CheckpointError, match="a.jsonl has changed.*\n    fix: put the old files back"):
+        compare_files(then, then | {"data.train_files": [other]})

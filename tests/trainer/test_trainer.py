@@ -197,6 +197,14 @@ def test_without_validation_data_nothing_is_evaluated():
     assert ("evaluate",) not in events
 
 
+def test_a_validation_returns_what_it_found():
+    made = trainer(1, [])
+    found = made.evaluate()
+    assert found["eval/accuracy"] == 0.75 and found["time/eval_s"] > 0
+    made.has_validation = False
+    assert made.evaluate() == {}
+
+
 @pytest.mark.parametrize(("old", "reference"), [(False, False), (True, False), (False, True), (True, True)])
 def test_only_what_the_algorithm_needs_is_scored_and_before_any_update(old, reference):
     events = []
