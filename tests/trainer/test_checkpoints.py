@@ -271,7 +271,7 @@ def test_a_checkpoint_holds_what_every_rank_wrote_and_each_gets_its_own_back(tmp
     assert on_two_ranks(write) == [None, None]
     folder = checkpoint.folder_of(tmp_path, 3)
     assert {str(f.relative_to(folder)) for f in folder.rglob("*_?*") if f.is_file()} == {
-        "actor/rank_0", "actor/rank_1", "rng_0.pt", "rng_1.pt",
+        "actor/rank_0", "actor/rank_1", "critic/rank_0", "critic/rank_1", "rng_0.pt", "rng_1.pt",
     }  # fmt: skip
     assert [*checkpoint.damage(folder, checksums=True)] == []  # nothing was sealed before all had written
     assert on_two_ranks(read) == [(3, 10, {"batch": 30}), (3, 11, {"batch": 30})]
