@@ -88,7 +88,7 @@ def make_trainer(job: Job) -> Trainer:
     trainer.resume()
     if job.ranks.rank == 0:
         print(
-            f"{facts.num_prompts} prompts ({facts.num_dropped} dropped and {facts.num_truncated} cut as longer than "
+            f"{facts.num_prompts} prompts ({facts.num_dropped} dropped, {facts.num_truncated} cut: longer than "
             f"data.max_prompt_length), {facts.num_validation} for validation, {num_steps} steps"
         )
         trainer.log.sinks = make_sinks(job, num_steps, trainer.step)

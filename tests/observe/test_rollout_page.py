@@ -89,10 +89,13 @@ def test_every_token_has_its_numbers_and_its_colours(tokenizer, decode):
         ids=[5, 6, 7],
         advantages=[1.0, -0.25, 0.0],
         ref_logprobs=[-0.1, -6.0, -1.0],
+        values=[0.25, 0.5, 1.0],
     )
     page = Reader(render_page(Page("run", 1, {}, [SampleText("q", "r", 0.0, "a", trace=trace)]), decode))
     first, second, third = page.all("s")
-    assert first["title"] == ("token 5 | log-prob -0.1 (p 0.905) | advantage 1 | log-ratio to the reference 0")
+    assert first["title"] == (
+        "token 5 | log-prob -0.1 (p 0.905) | advantage 1 | value before it 0.25 | log-ratio to the reference 0"
+    )
     assert first["style"] == "--l:0.03;--a:1;--n:0;--d:0"
     assert second["style"] == "--l:1;--a:0;--n:0.25;--d:0.5"
     assert "log-prob NaN" in third["title"] and third["style"].startswith("--l:1;")  # it shows
@@ -118,7 +121,7 @@ def test_metrics_are_a_table_with_a_row_for_each_file(decode):
     metrics = {"eval/accuracy": 0.5, "eval/gsm8k/test/accuracy": 0.25, "eval/pass@4": 1.0}
     page = Reader(render_page(Page("run", 1, metrics, []), decode))
     assert page.text["th"] == "accuracypass@4" + "all" + "gsm8k/test"
-    assert page.text["td"] == "0.5" + "1" + "0.25"
+    assert page.text["td"] == "0.500" + "1.000" + "0.250"
 
 
 def test_tokens_together_are_the_text(tokenizer, decode):
