@@ -117,6 +117,19 @@ def test_responses_beyond_a_few_are_folded_and_each_prompt_stands_once(tokenizer
     assert sum(attrs.get("class") == "response" for attrs in page.all("div")) == 7
 
 
+def test_the_responses_to_a_prompt_share_one_scale_of_advantages(tokenizer, decode):
+    texts = [
+        SampleText("q", "r", reward, "a", trace=traced(tokenizer, "x", advantages=advantage))
+        for reward, advantage in ((1.0, 1.5), (0.0, -0.375), (0.0, math.inf))
+    ]
+    page = Reader(render_page(Page("run", 1, {}, texts), decode))
+    assert [attrs["style"].split(";", 1)[1] for attrs in page.all("s")] == [
+        "--a:1;--n:0",
+        "--a:0;--n:0.25",
+        "--a:1;--n:0",
+    ]
+
+
 def test_metrics_are_a_table_with_a_row_for_each_file(decode):
     metrics = {"eval/accuracy": 0.5, "eval/gsm8k/test/accuracy": 0.25, "eval/pass@4": 1.0}
     page = Reader(render_page(Page("run", 1, metrics, []), decode))
