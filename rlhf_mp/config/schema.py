@@ -62,6 +62,9 @@ class ModelConfig:
     dtype: Literal["float32", "bfloat16"] = knob("bfloat16", "of weights and activations; the optimizer keeps float32")
     enable_gradient_checkpointing: bool = knob(True, "recompute activations in the backward pass")
     enable_activation_offload: bool = knob(False, "keep saved activations in host memory")
+    logits_chunk_mb: int = knob(
+        512, "MB (10^6 bytes) of float32 logits that exist at once on a rank; 0: those of a whole micro-batch", ge=0
+    )
     trust_remote_code: bool = knob(False, "run code that comes with the checkpoint")
 
 

@@ -46,12 +46,19 @@ class PolicyHead:
 
     temperature: float = 1.0  # log-probs are of the distribution that is sampled from
     entropy_grad: bool = False  # False saves the backward pass through the entropy when no loss uses it
+    logits_chunk_bytes: int = 0  # float32 logits that exist at once; 0: those of a whole micro-batch
 
     def load(self, path: str, dtype: torch.dtype, *, trust_remote_code: bool = False) -> nn.Module:
         return load_causal_lm(path, dtype, trust_remote_code=trust_remote_code)
 
     def forward(self, model: nn.Module, batch: TokenBatch) -> PolicyOutput:
-        return policy_output(model, batch, temperature=self.temperature, entropy_grad=self.entropy_grad)
+        return policy_output(
+            model,
+            batch,
+            temperature=self.temperature,
+            entropy_grad=self.entropy_grad,
+            logits_chunk_bytes=self.logits_chunk_bytes,
+        )
 
     def score(self, output: PolicyOutput, batch: TokenBatch) -> Tensor:
         return output.logprobs * batch.mask

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rlhf_mp.config.schema import RunConfig
+from rlhf_mp.config.schema import ModelConfig, RunConfig
 from rlhf_mp.errors import ConfigError, Problem
 from rlhf_mp.planner import job as planned
 from rlhf_mp.planner.amount import MIB, gib
@@ -20,6 +20,8 @@ from rlhf_mp.planner.plan import Plan, make_plan
 MODEL_KEY = "actor_rollout_ref.model.path"
 SKIP_KEY = "trainer.skip_plan"
 OFFLOAD = "actor_rollout_ref.actor.fsdp_config"
+CHUNK_KEY = "actor_rollout_ref.model.logits_chunk_mb"
+LOGIT_BYTES = 4  # of a chunk's float32 logits
 
 
 @dataclass(frozen=True)
@@ -75,15 +77,16 @@ def job_of(config: RunConfig, machine: Machine) -> planned.Job:
     tokens = actor.ppo_max_token_len_per_gpu
     if not actor.use_dynamic_bsz:
         tokens = actor.ppo_micro_batch_size_per_gpu * sequence
-    model = policy.model
+    model, shape = policy.model, find_model(policy.model.path)  # by its name, where it is not downloaded yet
     updates = data.train_batch_size // actor.ppo_mini_batch_size * actor.ppo_epochs
     return planned.Job(
-        model=find_model(model.path),  # by its name, where it is not downloaded yet
+        model=shape,
         layout=_layout(config),
         batch=planned.Batch(
             # the longest sequences need what fits a micro-batch; a smaller mini-batch cannot fill it
             tokens=min(tokens, _mini_batch_tokens(config, sequence)),
             sequence=sequence,
+            logit_tokens=_logit_tokens(config, shape.vocab),
             recompute=_recompute(config),
             activation_offload=model.enable_activation_offload,
         ),
@@ -105,6 +108,13 @@ def job_of(config: RunConfig, machine: Machine) -> planned.Job:
             epochs=actor.ppo_epochs,
         ),
     )
+
+
+def _logit_tokens(config: RunConfig, vocab: int) -> int | None:
+    """Positions whose float32 logits are one chunk."""
+    actor, chunk = config.actor_rollout_ref.actor, config.actor_rollout_ref.model.logits_chunk_mb * 10**6
+    slices = actor.megatron.tensor_model_parallel_size if actor.strategy == "megatron" else 1
+    return max(1, chunk * slices // (LOGIT_BYTES * vocab)) if chunk else None
 
 
 def _mini_batch_tokens(config: RunConfig, sequence: int) -> int:
@@ -226,6 +236,12 @@ def nearest_fit(job: planned.Job) -> str | None:
 
 def _cheaper(job: planned.Job) -> Iterator[tuple[str, planned.Job]]:
     """Changes that save memory, one after the other, each on top of those before."""
+    if job.batch.logit_tokens is None:
+        chunk_mb = ModelConfig().logits_chunk_mb
+        slices = job.layout.tp if isinstance(job.layout, planned.MegatronLayout) else 1
+        tokens = max(1, chunk_mb * 10**6 * slices // (LOGIT_BYTES * job.model.vocab))
+        job = replace(job, batch=replace(job.batch, logit_tokens=tokens))
+        yield f"{CHUNK_KEY}={chunk_mb}", job
     if job.batch.recompute == "none":
         job = replace(job, batch=replace(job.batch, recompute="full"))
         yield "actor_rollout_ref.model.enable_gradient_checkpointing=true", job

@@ -80,7 +80,11 @@ def make_scorer(
 
 def policy_head(config: RunConfig) -> PolicyHead:
     policy = config.actor_rollout_ref
-    return PolicyHead(policy.rollout.temperature, entropy_grad=policy.actor.entropy_coeff > 0)
+    return PolicyHead(
+        policy.rollout.temperature,
+        entropy_grad=policy.actor.entropy_coeff > 0,
+        logits_chunk_bytes=policy.model.logits_chunk_mb * 10**6,
+    )
 
 
 def make_actor(config: RunConfig, device: torch.device, num_updates: int) -> TrainEngine:

@@ -17,7 +17,9 @@ from rlhf_mp.train.deepspeed_engine import DeepSpeedEngine, DeepSpeedScorer, ini
 from rlhf_mp.train.torch_engine import TorchEngine
 
 NUM_STEPS = 10
-SETTINGS = ForwardSettings(torch.device("cpu"), PolicyHead(0.7, entropy_grad=True))
+ORACLE = ForwardSettings(torch.device("cpu"), PolicyHead(0.7, entropy_grad=True))
+# Five positions' logits at a time (of a vocabulary of 32), where the oracle has all at once.
+SETTINGS = ForwardSettings(torch.device("cpu"), PolicyHead(0.7, entropy_grad=True, logits_chunk_bytes=5 * 4 * 32))
 # Rows each of one or two ranks gets, cut unevenly: rank 1 has a micro-batch less and gets an empty one.
 CUTS = {1: [[[0, 1, 2], [3], [4, 5]]], 2: [[[0, 1], [2], [3]], [[4, 5], [], []]]}
 
@@ -85,7 +87,7 @@ def main(model_path: str, out: str) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     build = lambda: load_causal_lm(model_path, torch.float32)  # noqa: E731
     vocab = build().config.vocab_size
-    oracle = TorchEngine(build(), SETTINGS, actor(0, False, False), NUM_STEPS)
+    oracle = TorchEngine(build(), ORACLE, actor(0, False, False), NUM_STEPS)
     expected = train(oracle, CUTS[1][0], vocab)
     weights = {name: p.detach().clone() for name, p in oracle.weights()}
     scored = batch(0, vocab)
@@ -107,7 +109,7 @@ def main(model_path: str, out: str) -> None:
         }
         engine.engine.destroy()
     reference = DeepSpeedScorer(build, SETTINGS, actor(3, False, False), OffloadConfig(param_offload=True), "float32")
-    untrained = TorchEngine(build(), SETTINGS, actor(0, False, False), NUM_STEPS).score([scored])[0]
+    untrained = TorchEngine(build(), ORACLE, actor(0, False, False), NUM_STEPS).score([scored])[0]
     results["reference"] = {"score": (reference.score([scored])[0] - untrained).abs().max().item()}
     moved = max((p - dict(build().named_parameters())[name]).abs().max().item() for name, p in weights.items())
     found = {
