@@ -70,6 +70,7 @@ def make_trainer(job: Job) -> Trainer:
         log=MetricLog([], reduce_over_ranks),
         watch=lambda phase: watched(job, phase),
         has_validation=facts.num_validation > 0,
+        packed=job.config.actor_rollout_ref.model.use_remove_padding,
         counts=actor.layout.is_output_rank,
     )
     trainer.resume()

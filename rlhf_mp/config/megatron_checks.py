@@ -79,12 +79,12 @@ def _layout_problems(config: RunConfig) -> Iterator[Problem]:
             f"there is nothing to interleave with {KEY}.pipeline_model_parallel_size=1",
             f"{KEY}.virtual_pipeline_model_parallel_size=null",
         )
-    if megatron.packed and megatron.context_parallel_size > 1:
+    if config.actor_rollout_ref.model.use_remove_padding and megatron.context_parallel_size > 1:
         yield Problem(
-            f"{KEY}.packed",
+            f"{MODEL}.use_remove_padding",
             True,
             f"ranks cannot share packed sequences ({KEY}.context_parallel_size={megatron.context_parallel_size})",
-            f"{KEY}.packed=false, or {KEY}.context_parallel_size=1",
+            f"{MODEL}.use_remove_padding=false, or {KEY}.context_parallel_size=1",
         )
 
 

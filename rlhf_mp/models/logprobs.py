@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from rlhf_mp.data.types import PolicyOutput, TokenBatch
 from rlhf_mp.models.chunked_head import Scoring, head_outputs, standing_in
+from rlhf_mp.models.packing import packed_row
 
 
 def token_logprobs_and_entropy(
@@ -24,24 +25,47 @@ def token_logprobs_and_entropy(
 
 
 def policy_output(
-    model: nn.Module, batch: TokenBatch, *, temperature: float, entropy_grad: bool, logits_chunk_bytes: int = 0
+    model: nn.Module,
+    batch: TokenBatch,
+    *,
+    temperature: float,
+    entropy_grad: bool,
+    logits_chunk_bytes: int = 0,
+    packed: bool = False,
 ) -> PolicyOutput:
-    """One forward pass. Both results are [B, T] and 0 left of the first column that any row's mask selects.
+    """One forward pass. Both results are [B, T], and right wherever the mask is 1.
 
-    The head runs for those columns only: with long prompts that is most of its work saved.
+    The head runs only for columns that some row's mask selects, for a packed row only where the mask is 1: with long
+    prompts that is most of its work saved.
 
     Args:
         logits_chunk_bytes: float32 logits that may exist at once; 0: all of the micro-batch's.
+        packed: the sequences go through the model as one row, without the padding between them.
 
     Raises:
         ValueError: the model changes its logits after the head.
     """
+    scoring = Scoring(temperature, entropy_grad, logits_chunk_bytes)
+    return _packed(model, batch, scoring) if packed else _padded(model, batch, scoring)
+
+
+def _packed(model: nn.Module, batch: TokenBatch, scoring: Scoring) -> PolicyOutput:
+    row = packed_row(batch)
+    chosen = batch.mask.flatten()[row.destination].nonzero()[:, 0]
+    if not len(chosen):
+        chosen = torch.zeros(1, dtype=torch.long, device=batch.tokens.device)  # a micro-batch that counts for nothing
+    columns = row.source[chosen]
+    inputs = {"input_ids": row.tokens, "logits_to_keep": columns, "use_cache": False} | row.attention_inputs()
+    values = run_model(model, inputs, row.tokens[:, columns + 1], scoring)
+    return PolicyOutput(*(row.home(x[0], chosen) for x in values))
+
+
+def _padded(model: nn.Module, batch: TokenBatch, scoring: Scoring) -> PolicyOutput:
     width = batch.tokens.shape[1]
     scored = batch.mask.any(0).nonzero()
     first = max(1, int(scored[0])) if len(scored) else width - 1
     columns = torch.arange(first - 1, width - 1, device=batch.tokens.device)
     inputs = {"input_ids": batch.tokens, "logits_to_keep": columns, "use_cache": False}
-    scoring = Scoring(temperature, entropy_grad, logits_chunk_bytes)
     logprobs, entropy = run_model(model, inputs, batch.tokens[:, first:], scoring)
     pad = (first, 0)
     return PolicyOutput(nn.functional.pad(logprobs, pad), nn.functional.pad(entropy, pad))

@@ -84,6 +84,7 @@ def policy_head(config: RunConfig) -> PolicyHead:
         policy.rollout.temperature,
         entropy_grad=policy.actor.entropy_coeff > 0,
         logits_chunk_bytes=policy.model.logits_chunk_mb * 10**6,
+        packed=policy.model.use_remove_padding,
     )
 
 

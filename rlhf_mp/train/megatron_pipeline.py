@@ -91,7 +91,7 @@ class Pipeline:
     def _item(self, batch: TokenBatch) -> Item:
         batch = batch.to(self.settings.device)
         multiple = self.megatron.tensor_model_parallel_size if self.megatron.sequence_parallel else 1
-        if self.megatron.packed:
+        if self.settings.head.packed:
             return packed(batch, multiple), batch
         return padded(batch, parallel_state.get_context_parallel_group(), multiple), batch
 

@@ -62,6 +62,7 @@ class Trainer:
     log: MetricLog
     watch: Callable[[Phase], AbstractContextManager[None]]  # a phase that hangs is reported
     has_validation: bool
+    packed: bool = False  # engines leave out the padding of micro-batches
     counts: bool = True  # False where another rank holds the same data, as a part of the same model
     step: int = 0
     last_grad_norm: float = field(default=0.0, init=False)
@@ -102,7 +103,7 @@ class Trainer:
                 metrics = self.actor.train_step(micro_batches, minibatch.totals, self.algorithm.policy_loss)
                 self.last_grad_norm = metrics["grad_norm"][0]
                 self.log.add(metrics, "actor/")
-                self.count(padding(micro_batches))
+                self.count(padding(micro_batches, packed=self.packed))
         self.log.add({name: (value, 1) for name, value in peak_memory().items()})
 
     def score(self, batch: TokenBatch, cut: list[list[int]]) -> None:
@@ -151,8 +152,14 @@ def scored(model: Scorer, batch: TokenBatch, cut: list[list[int]]) -> torch.Tens
     return result
 
 
-def padding(micro_batches: list[TokenBatch]) -> Sums:
+def padding(micro_batches: list[TokenBatch], *, packed: bool) -> Sums:
     """Tokens trained on, and the share of computed positions that were padding."""
     real = sum(float(b.lengths.sum()) for b in micro_batches if b.mask.any())
-    computed = sum(b.tokens.numel() for b in micro_batches)
+    computed = sum(positions(b, packed=packed) for b in micro_batches)
     return {"train/tokens": (real, 1), "train/padding_fraction": (computed - real, computed)}
+
+
+def positions(batch: TokenBatch, *, packed: bool) -> int:
+    """Tokens that go through the model."""
+    rows, width = batch.tokens.shape
+    return int(batch.lengths.clamp(max=width).sum()) if packed else rows * width

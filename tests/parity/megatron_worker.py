@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -159,9 +160,11 @@ def weight_difference(engine: MegatronEngine, expected: dict[str, torch.Tensor])
 
 @contextmanager
 def engine_of(path: str, knobs: dict) -> Iterator[tuple[MegatronEngine, ModelConfig, ActorConfig]]:
+    knobs = dict(knobs)
+    settings = replace(SETTINGS, head=replace(SETTINGS.head, packed=knobs.pop("packed", False)))
     config = actor(**knobs)
     model = ModelConfig(path=path, dtype="float32", enable_gradient_checkpointing="recompute" in knobs)
-    yield MegatronEngine(model, SETTINGS, config, NUM_STEPS), model, config
+    yield MegatronEngine(model, settings, config, NUM_STEPS), model, config
     parallel_state.destroy_model_parallel()
 
 
@@ -173,7 +176,7 @@ def run_layout(path: str, oracle: Oracle, knobs: dict) -> dict[str, float]:
     with engine_of(path, knobs) as (engine, model, config):
         exported = weight_difference(engine, oracle.checkpoint)
         trained = train(engine, own_cut(engine), oracle.vocab)
-        reference = MegatronScorer(model, SETTINGS, config.megatron)
+        reference = MegatronScorer(model, engine.pipeline.settings, config.megatron)
         return oracle.compare(trained, engine) | {
             "export": exported,
             "score": largest_difference(engine.score(oracle.scored), oracle.score),
