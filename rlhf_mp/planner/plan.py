@@ -220,7 +220,7 @@ def actor_states(job: Job) -> list[Term]:
 
 def _trained(role: Role, shape: ModelShape, job: Job, num_params: float) -> list[Term]:
     if isinstance(job.layout, MegatronLayout):
-        return states.megatron_states(role, shape, job.layout)
+        return states.megatron_states(role, shape, job.layout, job.precision)
     kept = states.trained_states(role, num_params, job.layout, job.precision)
     return kept + states.reduce_bucket(role, job.layout, job.precision)
 
@@ -259,7 +259,7 @@ def _with_overheads(job: Job, moment: Moment) -> Moment:
         return moment
     context = amount(CONTEXT, "bytes a process").times(_processes(job), "processes")
     moving = sum(term.bytes for term in moment.terms if term.component in MOVING and not term.on_host)
-    lost = Amount(moving * FRAGMENTATION, f"{FRAGMENTATION:g} x {moving:.0f} bytes that come and go")
+    lost = Amount(moving * FRAGMENTATION, f"{FRAGMENTATION:g} x {moving:,.0f} bytes that come and go")
     extra = [
         Term(Role.process, Component.context, context),
         *([Term(Role.process, Component.fragmentation, lost)] if moving else []),
