@@ -2,8 +2,8 @@
 
 import sys
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,15 +16,20 @@ from rlhf_mp.cluster.ranks import Ranks
 from rlhf_mp.cluster.services import Services
 from rlhf_mp.config.load import config_to_dict
 from rlhf_mp.config.schema import RunConfig
+from rlhf_mp.errors import ConfigError
 from rlhf_mp.models.hf import DTYPES, save_checkpoint
 from rlhf_mp.observe.console import ConsoleSink
+from rlhf_mp.observe.footprint import Footprint
+from rlhf_mp.observe.memory import peak_memory
 from rlhf_mp.observe.metrics import MetricLog
 from rlhf_mp.observe.reduce import reduce_over_ranks
 from rlhf_mp.observe.sinks import JsonlSink, Sink, TensorBoardSink, WandbSink
 from rlhf_mp.observe.watchdog import watch
 from rlhf_mp.phase import Phase
+from rlhf_mp.planner.preflight import plan_of
+from rlhf_mp.planner.term import Role
 from rlhf_mp.rollout.sglang_client import EngineControl
-from rlhf_mp.train.base import TrainEngine
+from rlhf_mp.train.base import Scorer, TrainEngine
 from rlhf_mp.train.build import make_actor, make_reference
 from rlhf_mp.trainer.checkpoints import RunCheckpoints
 from rlhf_mp.trainer.trainer import Schedule, Trainer
@@ -59,6 +64,7 @@ def make_trainer(job: Job) -> Trainer:
     num_steps = knobs.total_training_steps or knobs.total_epochs * facts.steps_per_epoch
     actor = make_actor(job.config, job.device, num_steps * updates_per_step(job.config))
     reference = make_reference(job.config, job.device) if algorithm.needs_reference else None
+    footprint = make_footprint(job, {Role.actor: actor} | ({Role.reference: reference} if reference else {}))
     trainer = Trainer(
         schedule=Schedule(num_steps, knobs.test_freq, knobs.save_freq, knobs.val_before_train),
         actor=actor,
@@ -68,7 +74,8 @@ def make_trainer(job: Job) -> Trainer:
         swap=make_swap(job),
         checkpoints=make_checkpoints(job, actor),
         log=MetricLog([], reduce_over_ranks),
-        watch=lambda phase: watched(job, phase),
+        watch=lambda phase: watched(job, phase, footprint),
+        memory=footprint.metrics if footprint else peak_memory,
         has_validation=facts.num_validation > 0,
         counts=actor.layout.is_output_rank,
     )
@@ -82,10 +89,23 @@ def make_trainer(job: Job) -> Trainer:
     return trainer
 
 
-def watched(job: Job, phase: Phase) -> AbstractContextManager[None]:
+@contextmanager
+def watched(job: Job, phase: Phase, footprint: Footprint | None) -> Iterator[None]:
     timeout_s = job.config.trainer.phase_timeout_s
     message = f"phase {phase.value} lasted longer than {timeout_s:g} s (trainer.phase_timeout_s)"
-    return watch(phase, job.ranks.rank, timeout_s, lambda: job.on_hang(message))
+    measured = footprint.during(phase) if footprint else nullcontext()
+    with watch(phase, job.ranks.rank, timeout_s, lambda: job.on_hang(message)), measured:
+        yield
+
+
+def make_footprint(job: Job, models: Mapping[Role, Scorer]) -> Footprint | None:
+    """Of rank 0; None elsewhere, and for a model that the planner cannot count (``trainer.skip_plan``)."""
+    if job.ranks.rank != 0:
+        return None
+    try:
+        return Footprint(models, plan_of(job.config), job.device)
+    except ConfigError:
+        return None
 
 
 def make_swap(job: Job) -> VerifiedSwap:

@@ -126,6 +126,7 @@ def quiet() -> None:
 def finish(config: RunConfig, run_dir: Path) -> None:
     """summary.json, and the table at the end."""
     from rlhf_mp import checkpoint
+    from rlhf_mp.observe.plan_check import table
     from rlhf_mp.observe.sinks import read_jsonl
     from rlhf_mp.observe.summary import before_after_table, write_summary
 
@@ -139,3 +140,5 @@ def finish(config: RunConfig, run_dir: Path) -> None:
     records = read_jsonl(run_dir / "metrics.jsonl")
     summary = write_summary(run_dir / "summary.json", records, config=config_to_dict(config), paths=paths)
     print("\n" + before_after_table(summary))
+    if summary["memory"]:
+        print("\n" + table(summary["memory"]))

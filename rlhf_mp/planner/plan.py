@@ -143,7 +143,11 @@ class _Step:
         if job.critic:
             terms += _trained(Role.critic, job.critic, job, job.critic.num_params_scalar_head)
         frozen = amount(job.precision.weights, "bytes")
-        if job.reference:
+        if job.reference and isinstance(job.layout, MegatronLayout):
+            own = states.megatron_params(job.model, job.layout)
+            weights = Amount(job.precision.weights * own.value, f"{job.precision.weights:g} bytes x ({own.formula})")
+            terms += states.frozen_states(Role.reference, weights, 1, job.reference_offload)
+        elif job.reference:
             weights = frozen.times(job.model.num_params, "parameters")
             terms += states.frozen_states(Role.reference, weights, _shards(job), job.reference_offload)
         if job.reward_model:

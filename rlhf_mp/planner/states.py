@@ -1,5 +1,7 @@
 """What a rank keeps of a model between steps: weights, gradients, master weights, moments, on GPU and host."""
 
+import math
+
 from rlhf_mp.planner.amount import Amount, amount, larger, smaller
 from rlhf_mp.planner.job import BF16_FP32_GRADS, Adapter, Layout, MegatronLayout, Precision, TorchLayout, ZeroLayout
 from rlhf_mp.planner.model_shape import ModelShape
@@ -95,10 +97,10 @@ def megatron_params(shape: ModelShape, layout: MegatronLayout, *, vocab: int | N
     )
 
 
-def padded_vocab(vocab: int, tp: int, multiple: int = 128) -> int:
-    """Rounded up to what Megatron can split evenly."""
-    step = multiple * tp
-    return -(-vocab // step) * step
+def padded_vocab(vocab: int, tp: int) -> int:
+    """Rounded up as train/megatron_bridge.py does: to 128, and so that tensor parallelism splits it evenly."""
+    multiple = math.lcm(128, tp)
+    return -(-vocab // multiple) * multiple
 
 
 def megatron_states(

@@ -1,6 +1,6 @@
 """The RL loop. Runs on every launched rank (SPMD); each line means the same thing on all of them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -62,6 +62,7 @@ class Trainer:
     log: MetricLog
     watch: Callable[[Phase], AbstractContextManager[None]]  # a phase that hangs is reported
     has_validation: bool
+    memory: Callable[[], Mapping[str, float]] = peak_memory
     counts: bool = True  # False where another rank holds the same data, as a part of the same model
     step: int = 0
     last_grad_norm: float = field(default=0.0, init=False)
@@ -103,7 +104,7 @@ class Trainer:
                 self.last_grad_norm = metrics["grad_norm"][0]
                 self.log.add(metrics, "actor/")
                 self.count(padding(micro_batches))
-        self.log.add({name: (value, 1) for name, value in peak_memory().items()})
+        self.log.add({name: (value, 1) for name, value in self.memory().items()})
 
     def score(self, batch: TokenBatch, cut: list[list[int]]) -> None:
         """Fill in what the algorithm declares it needs, and nothing else."""

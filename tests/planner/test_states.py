@@ -161,8 +161,9 @@ def test_megatron_alone_holds_every_parameter():
 
 def test_the_vocabulary_is_padded_to_what_tensor_parallelism_can_split():
     assert padded_vocab(151_936, 1) == 151_936  # 1187 x 128
-    assert padded_vocab(151_936, 4) == 152_064  # 297 x 512
-    assert padded_vocab(1, 8) == 1024
+    assert padded_vocab(151_936, 4) == 151_936  # 128 is a multiple of 4
+    assert padded_vocab(1, 8) == 128
+    assert padded_vocab(150, 3) == 384  # lcm(128, 3)
 
 
 def test_frozen_models_are_spread_too():
