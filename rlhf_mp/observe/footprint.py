@@ -1,9 +1,11 @@
 """What a rank's memory really held, by model and component, and the peak of each phase: beside what was planned.
 
-On a GPU the allocator tells the peaks of every step. On a CPU nothing does: there the tensors of the first time that
-a phase runs are counted, as it is slow to do. Engines are other processes and not in these numbers.
+On a GPU the allocator tells the peaks of every step. On a CPU nothing does: there the tensors of the first two runs of
+a phase are counted, as it is slow to do; before the second one the optimizer has made its moments. Engines are other
+processes and not in these numbers.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,6 +24,7 @@ from rlhf_mp.train.base import Scorer, TrainEngine
 
 Held = dict[tuple[Role, Component, bool], int]
 """Bytes by model, component and whether they are in host memory."""
+COUNTED_RUNS = 2
 STATES = (Component.weights, Component.gradients, Component.master, Component.optimizer)
 
 
@@ -49,6 +52,7 @@ class Footprint:
         """
         self.models, self.plan, self.device = dict(models), plan, device
         self._states: Held = {}  # the most of each that was ever there
+        self._runs: Counter[Phase] = Counter()
         self._peaks: dict[Phase, float] = {}
         self._reserved: dict[Phase, float] = {}
         self._largest: TokenBatch | None = None
@@ -58,22 +62,22 @@ class Footprint:
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
-        """Measure one run of a phase; only its first on a CPU."""
-        first = phase not in self._peaks
+        """Measure one run of a phase; only the first two on a CPU."""
+        self._runs[phase] += 1
+        counted = self._runs[phase] <= COUNTED_RUNS
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
             yield
             self._peaks[phase] = torch.cuda.max_memory_allocated(self.device)
             self._reserved[phase] = torch.cuda.max_memory_reserved(self.device)
-        elif first:
+        elif counted:
             before = sum(held_bytes(self.models).values())
             with LiveBytes(self._tensors()) as live:
                 yield
-            # what the optimizer makes in its first step is in ``live`` from then on
-            self._peaks[phase] = max(before + live.peak, sum(held_bytes(self.models).values()))
+            self._peaks[phase] = before + live.peak
         else:
             yield
-        if first:
+        if counted:
             self._look()
 
     def _tensors(self) -> Iterator[Tensor]:
@@ -83,7 +87,7 @@ class Footprint:
         largest = max(micro_batches, key=lambda batch: batch.tokens.numel())
         if self._largest is None or largest.tokens.numel() > self._largest.tokens.numel():
             self._largest = largest
-        if Phase.train not in self._peaks:
+        if self._runs[Phase.train] <= COUNTED_RUNS:
             self._look()
 
     def _look(self) -> None:
@@ -121,7 +125,7 @@ def planned_bytes(plan: Plan) -> dict[str, float]:
     found: dict[str, float] = {}
     moments = [(moment.phase, [t for t in moment.terms if is_of_rank(t)]) for moment in plan.moments]
     for _, terms in moments:
-        for key in {(t.role, t.component, t.on_host) for t in terms if t.component in STATES}:
+        for key in dict.fromkeys((t.role, t.component, t.on_host) for t in terms if t.component in STATES):
             size = sum(t.bytes for t in terms if (t.role, t.component, t.on_host) == key)
             found[state_name(*key)] = max(size, found.get(state_name(*key), 0.0))
     for phase, terms in moments:

@@ -1,6 +1,7 @@
 """What is counted of real engines, against the plan and against sizes worked out by hand."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,11 +14,13 @@ from rlhf_mp.observe.live_bytes import LiveBytes
 from rlhf_mp.observe.plan_check import compare, table
 from rlhf_mp.phase import Phase
 from rlhf_mp.planner.job import Precision
+from rlhf_mp.planner.plan import make_plan
 from rlhf_mp.planner.preflight import Machine, plan_of
 from rlhf_mp.planner.term import Component, Role
 from rlhf_mp.train.build import make_actor, make_reference
 
 CPU = torch.device("cpu")
+BYTE_MOMENTS = Precision("wrong", 4, 4, 0, 1, 4)
 STATES = ("weights", "gradients", "optimizer_moments")
 
 
@@ -46,7 +49,9 @@ def micro_batches(num: int):
     made = []
     for length in [12, 31][:num]:
         ids = torch.randint(2, 14, (8, length), generator=generator).tolist()
-        made.append(collate([Trajectory(row[:4], row[4:], [0.0] * (length - 4), [True] * (length - 4), 0.0, 0, 0, "stop") for row in ids]))  # fmt: skip
+        own = length - 4  # of the response
+        rows = [Trajectory(row[:4], row[4:], [0.0] * own, [True] * own, 0.0, 0, 0, "stop") for row in ids]
+        made.append(collate(rows))
     return made
 
 
@@ -57,13 +62,14 @@ def loss_fn(output, batch, totals):
 
 @pytest.fixture(scope="module")
 def trained(config):
-    """One step of a real engine, watched."""
+    """Two steps of a real engine, watched."""
     actor, reference = make_actor(config, CPU, 10), make_reference(config, CPU)
     footprint = Footprint({Role.actor: actor, Role.reference: reference}, plan_of(config, Machine(None, 1e12)), CPU)
-    with footprint.during(Phase.score):
-        reference.score(micro_batches(2))
-    with footprint.during(Phase.train):
-        actor.train_step(micro_batches(2), Totals(300, 16), loss_fn)
+    for _ in range(2):
+        with footprint.during(Phase.score):
+            reference.score(micro_batches(2))
+        with footprint.during(Phase.train):
+            actor.train_step(micro_batches(2), Totals(300, 16), loss_fn)
     return actor, reference, footprint
 
 
@@ -96,7 +102,7 @@ def test_a_phase_peaks_above_what_is_held_and_the_plan_for_the_same_batch_is_abo
     assert measured["plan_seen/train_peak_gib"] < measured["plan/train_peak_gib"]  # 32 tokens at 8 x 2 sequences
 
 
-def test_on_a_cpu_only_the_first_of_each_phase_is_measured(trained):
+def test_on_a_cpu_only_the_first_two_runs_of_each_phase_are_measured(trained):
     actor, _, footprint = trained
     before = footprint.metrics()
     with footprint.during(Phase.train):
@@ -108,13 +114,7 @@ def test_on_a_cpu_only_the_first_of_each_phase_is_measured(trained):
 def test_a_plan_that_is_off_shows(config, trained):
     """A fault: the plan believes that moments take one byte a parameter."""
     plan = plan_of(config, Machine(None, 1e12))
-    from dataclasses import replace
-
-    from rlhf_mp.planner.plan import make_plan
-
-    wrong = Footprint(
-        {Role.actor: trained[0]}, make_plan(replace(plan.job, precision=Precision("x", 4, 4, 0, 1, 4))), CPU
-    )
+    wrong = Footprint({Role.actor: trained[0]}, make_plan(replace(plan.job, precision=BYTE_MOMENTS)), CPU)
     with wrong.during(Phase.train):
         trained[0].train_step(micro_batches(1), Totals(300, 16), loss_fn)
     rows = {row["what"]: row for row in compare([wrong.metrics()])}
