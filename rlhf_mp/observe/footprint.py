@@ -50,12 +50,13 @@ class Footprint:
         Args:
             models: those that are trained are watched at every optimizer step of their first update.
         """
-        self.models, self.plan, self.device = dict(models), plan, device
+        self.plan, self.device = plan, device
         self._states: Held = {}  # the most of each that was ever there
         self._runs: Counter[Phase] = Counter()
         self._peaks: dict[Phase, float] = {}
         self._reserved: dict[Phase, float] = {}
         self._largest: TokenBatch | None = None
+        self.models = dict(models)
         for model in self.models.values():
             if hasattr(model, "before_step"):  # a frozen one takes no steps
                 model.before_step = self._at_step

@@ -8,7 +8,7 @@ from rlhf_mp.planner.activations import ActivationPlan
 from rlhf_mp.planner.amount import GIB, Amount, amount, gib
 from rlhf_mp.planner.hardware import CONTEXT, FRAGMENTATION, USABLE
 from rlhf_mp.planner.inference import cache_pool, cache_tokens, engine_terms
-from rlhf_mp.planner.job import Job, MegatronLayout, ZeroLayout
+from rlhf_mp.planner.job import Job, MegatronLayout, TorchLayout, ZeroLayout
 from rlhf_mp.planner.model_shape import ModelShape
 from rlhf_mp.planner.term import Component, Role, Term, total
 
@@ -118,6 +118,7 @@ class _Step:
         self.job = job
         self.width = job.precision.activations
         self.resident = self._trainer_states()
+        self.between = [t for t in self.resident if not _given_back(job, t)]  # outside of training
         engine = job.engine
         self.engine = engine_terms(job.model, engine, free_at_start(job)) if engine else []
         shares = engine is not None and not engine.on_own_gpus
@@ -129,7 +130,7 @@ class _Step:
         job = self.job
         found = []
         if job.engine:
-            found.append(Moment(Phase.rollout, "sampling", (self.resident if self.shares else []) + self.engine))
+            found.append(Moment(Phase.rollout, "sampling", (self.between if self.shares else []) + self.engine))
         if job.algorithm != "sft":
             found += self._scoring()
         found += self._training()
@@ -165,7 +166,7 @@ class _Step:
             )
             gathered = states.gathered_weights(role, shape, job.layout, job.precision)
             found.append(
-                Moment(Phase.score, name, self.resident + self.beside + gathered + _activation_terms(role, plan))
+                Moment(Phase.score, name, self.between + self.beside + gathered + _activation_terms(role, plan))
             )
 
         if job.scores_old_policy:
@@ -209,7 +210,12 @@ class _Step:
         elements = min(shape.num_params, max(GATHER_ELEMENTS, shape.vocab * shape.hidden))
         gathered = amount(job.precision.weights, "bytes").times(elements, "elements gathered at once")
         moving = [Term(Role.actor, Component.sync_bucket, largest), Term(Role.actor, Component.gathered, gathered)]
-        return Moment(Phase.sync, "weight swap", self.resident + (self.during_sync if self.shares else []) + moving)
+        return Moment(Phase.sync, "weight swap", self.between + (self.during_sync if self.shares else []) + moving)
+
+
+def _given_back(job: Job, term: Term) -> bool:
+    """Plain torch's gradients end with the step (train/torch_engine.py); DeepSpeed and Megatron keep their buffers."""
+    return isinstance(job.layout, TorchLayout) and term.component is Component.gradients
 
 
 def actor_states(job: Job) -> list[Term]:
