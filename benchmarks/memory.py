@@ -44,11 +44,13 @@ LADDER = ((10, 256, 6), (30, 384, 12), (100, 640, 16), (300, 1024, 20), (1000, 2
 USED_SHARE = 0.6  # of the memory that is free now
 
 
-def quickstart_rows(scratch: Path, only: list[str] | None) -> list[list[Any]]:
-    run_logged([sys.executable, "-m", "rlhf_mp.quickstart", "--out", str(scratch / "material")], scratch / "log", 1)
+def quickstart_rows(scratch: Path, material: Path | None, only: list[str] | None) -> list[list[Any]]:
+    if material is None:
+        material = scratch / "material"
+        run_logged([sys.executable, "-m", "rlhf_mp.quickstart", "--out", str(material)], scratch / "log", 1)
     rows = []
-    for layout in only or RUNS:
-        rows += [[layout, *_cells(row)] for row in run_quickstart(layout, scratch)]
+    for layout in RUNS if only is None else only:
+        rows += [[layout, *_cells(row)] for row in run_quickstart(layout, scratch, material)]
         print("\n".join(f"{layout}: {row[1]} {row[-1]:+.1%}" for row in rows if row[0] == layout), flush=True)
     return rows
 
@@ -58,7 +60,7 @@ def _cells(row: dict[str, Any]) -> list[Any]:
     return [row["what"], *sizes, row["difference"]]
 
 
-def run_quickstart(layout: str, scratch: Path) -> list[dict[str, Any]]:
+def run_quickstart(layout: str, scratch: Path, material: Path) -> list[dict[str, Any]]:
     """Three steps of the real trainer; what its summary says of rank 0's memory."""
     config, num_ranks, words = RUNS[layout]
     run_dir = scratch / layout.replace(" ", "_").replace(",", "")
@@ -66,9 +68,9 @@ def run_quickstart(layout: str, scratch: Path) -> list[dict[str, Any]]:
     if config == "quickstart" and "offload" not in words:
         overrides += [f"{OFFLOADS}.param_offload=false", f"{OFFLOADS}.optimizer_offload=false"]
     overrides += [
-        f"actor_rollout_ref.model.path={scratch / 'material' / 'model'}",
-        f"data.train_files={scratch / 'material' / 'train.jsonl'}",
-        f"data.val_files={scratch / 'material' / 'val.jsonl'}",
+        f"actor_rollout_ref.model.path={material / 'model'}",
+        f"data.train_files={material / 'train.jsonl'}",
+        f"data.val_files={material / 'val.jsonl'}",
         "actor_rollout_ref.rollout.num_engines=1",
         "trainer.total_training_steps=3",
         "trainer.val_before_train=false",
@@ -140,11 +142,11 @@ def tables(results: dict[str, Any]) -> list[Table]:
     return [runs, Table("Memory of a ladder of models", columns, rungs, note, label="model", chart="difference")]
 
 
-def measure(only: list[str] | None, tokens: int, largest: int | None) -> dict[str, Any]:
+def measure(args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
-        ladder = ladder_rows(scratch, tokens, largest)
-        quickstart = quickstart_rows(scratch, only) if only != [] else []
+        quickstart = quickstart_rows(scratch, args.material, args.layouts) if args.layouts != [] else []
+        ladder = ladder_rows(scratch, args.tokens, args.largest)
     fits = {key: fitted(ladder, key) for key in ("measured_bytes", "process_bytes")}
     return {"quickstart": quickstart, "ladder": ladder, "fits": fits, "on_gpu": torch.cuda.is_available()}
 
@@ -152,12 +154,13 @@ def measure(only: list[str] | None, tokens: int, largest: int | None) -> dict[st
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layouts", nargs="*", choices=tuple(RUNS), help="of the quickstart; unset: all")
+    parser.add_argument("--material", type=Path, help="the quickstart's folder; unset: made")
     parser.add_argument("--tokens", type=int, default=1024, help="of the ladder's micro-batch")
-    parser.add_argument("--largest", type=int, help="million parameters of the ladder's last rung")
+    parser.add_argument("--largest", type=int, help="million parameters of the ladder's last rung; 0: no ladder")
     parser.add_argument("--out", type=Path, help="JSON file")
     args = parser.parse_args(argv)
     measured_on = provenance()
-    results = measure(args.layouts, args.tokens, args.largest)
+    results = measure(args)
     print("\n\n".join(table.terminal() for table in tables(results)))
     if args.out:
         args.out.write_text(json.dumps({"provenance": measured_on, **results}, indent=1) + "\n")
