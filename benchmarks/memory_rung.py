@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from rlhf_mp.config.schema import ActorConfig
 from rlhf_mp.data.collate import collate
 from rlhf_mp.data.types import TokenBatch, Totals, Trajectory
+from rlhf_mp.models.heads import PolicyHead
 from rlhf_mp.observe.footprint import Footprint, planned_bytes
 from rlhf_mp.observe.memory import GIB
 from rlhf_mp.phase import Phase
@@ -81,7 +82,7 @@ def loss_fn(output, batch: TokenBatch, totals: Totals):
 
 def measured(config: Qwen3Config, device: torch.device, tokens: int, plan: Plan) -> dict[str, float]:
     """Bytes of tensors at the peak of the second step, and of the whole process."""
-    settings = ForwardSettings(device, temperature=1.0, entropy_grad=False, offload_activations=False)
+    settings = ForwardSettings(device, PolicyHead())
     engine = TorchEngine(AutoModelForCausalLM.from_config(config, dtype=torch.float32), settings, ActorConfig(), 2)
     footprint = Footprint({Role.actor: engine}, plan, device)
     for _ in range(2):

@@ -11,13 +11,14 @@ import torch.distributed as dist
 
 from rlhf_mp.config.schema import ActorConfig, DeepSpeedConfig, MegatronConfig, ModelConfig, OffloadConfig
 from rlhf_mp.data.types import TokenBatch, Totals
+from rlhf_mp.models.heads import PolicyHead
 from rlhf_mp.models.hf import DTYPES, load_causal_lm
 from rlhf_mp.observe.footprint import held_bytes
 from rlhf_mp.planner.term import Role
 from rlhf_mp.train.accumulate import ForwardSettings
 from rlhf_mp.train.base import TrainEngine
 
-SETTINGS = ForwardSettings(torch.device("cpu"), temperature=1.0, entropy_grad=False, offload_activations=False)
+SETTINGS = ForwardSettings(torch.device("cpu"), PolicyHead())
 REDUCE_BUCKET = 200_000
 CASES = [
     (stage, parameters, optimizer)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rlhf_mp.cluster.ranks import Ranks
 from rlhf_mp.config.schema import ActorConfig, RolloutConfig
+from rlhf_mp.models.heads import PolicyHead
 from rlhf_mp.models.hf import load_causal_lm
 from rlhf_mp.rollout.sglang_client import EngineControl
 from rlhf_mp.rollout.sglang_server import ServerPlan, SGLangServer
@@ -39,7 +40,7 @@ def main(case_text: str, out: str) -> None:
     case = json.loads(case_text)
     init_distributed()
     ranks = Ranks(dist.get_rank(), dist.get_world_size())
-    settings = ForwardSettings(CPU, temperature=1.0, entropy_grad=False, offload_activations=False)
+    settings = ForwardSettings(CPU, PolicyHead())
     trainer = make_trainer(case["model"], settings, ranks.num_ranks)
     with tempfile.TemporaryDirectory() as folder:
         servers = start_servers(case, Path(folder)) if ranks.rank == 0 else []
