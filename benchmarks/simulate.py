@@ -16,10 +16,10 @@ from unittest.mock import patch
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.checkpoint import checkpoint
 
 from benchmarks.machine import provenance
-from rlhf_mp.models.logprobs import token_logprobs_and_entropy
+from rlhf_mp.models.chunked_head import LOGIT_BYTES, Scoring
+from rlhf_mp.models.logprobs import run_model
 from rlhf_mp.observe.live_bytes import LiveBytes
 from rlhf_mp.planner.activations import training_activations
 from rlhf_mp.planner.job import EAGER, Batch, TorchLayout
@@ -104,19 +104,9 @@ def simulate(
 
 
 def _loss(model: torch.nn.Module, tokens: torch.Tensor, chunk: int | None) -> torch.Tensor:
-    if chunk is None:
-        logits = model(input_ids=tokens, use_cache=False).logits.float()
-        return token_logprobs_and_entropy(logits, tokens, entropy_grad=False)[0].sum()
-    hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state.flatten(0, 1)
-    total = torch.zeros(())
-    for start in range(0, len(hidden), chunk):
-        part, ids = hidden[start : start + chunk], tokens.flatten()[start : start + chunk]
-        total = total + checkpoint(_chunk_loss, model.lm_head, part, ids, use_reentrant=False)
-    return total
-
-
-def _chunk_loss(head: torch.nn.Module, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    return token_logprobs_and_entropy(head(hidden).float(), ids, entropy_grad=False)[0].sum()
+    chunk_bytes = (chunk or 0) * LOGIT_BYTES * model.config.vocab_size
+    inputs = {"input_ids": tokens, "use_cache": False}
+    return run_model(model, inputs, tokens, Scoring(1.0, entropy_grad=False, chunk_bytes=chunk_bytes))[0].sum()
 
 
 NOTE = (

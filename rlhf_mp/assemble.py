@@ -86,6 +86,7 @@ def make_trainer(job: Job) -> Trainer:
         watch=lambda phase: watched(job, phase, footprint),
         memory=footprint.metrics if footprint else peak_memory,
         has_validation=facts.num_validation > 0,
+        packed=job.config.actor_rollout_ref.model.use_remove_padding,
         sum_over_ranks=job.ranks.sum,
         counts=actor.layout.is_output_rank,
     )

@@ -127,7 +127,7 @@ class Batch:
 
     tokens: int  # per micro-batch, padded
     sequence: int  # the longest
-    logit_tokens: int | None = None  # whose logits exist at once; None: all
+    logit_tokens: int | None = None  # whose logits exist at once; None: all, and by plain autograd
     recompute: Recompute = "full"
     activation_offload: bool = False
 

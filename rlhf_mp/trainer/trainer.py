@@ -67,6 +67,7 @@ class Trainer:
     memory: Callable[[], Mapping[str, float]] = peak_memory
     critic: TrainEngine | None = None
     sum_over_ranks: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor  # collective
+    packed: bool = False  # engines leave out the padding of micro-batches
     counts: bool = True  # False where another rank holds the same data, as a part of the same model
     step: int = 0
     last_grad_norm: float = field(default=0.0, init=False)
@@ -139,7 +140,7 @@ class Trainer:
             metrics = model.train_step(micro_batches, minibatch.totals, loss_fn)
             norm = metrics["grad_norm"][0]
             self.log.add(metrics, prefix)
-            self.count(padding(micro_batches))
+            self.count(padding(micro_batches, packed=self.packed))
         return norm
 
     def count(self, sums: Sums, prefix: str = "") -> None:
@@ -179,8 +180,14 @@ def scored(model: Scorer, batch: TokenBatch, cut: list[list[int]]) -> torch.Tens
     return result
 
 
-def padding(micro_batches: list[TokenBatch]) -> Sums:
+def padding(micro_batches: list[TokenBatch], *, packed: bool) -> Sums:
     """Tokens trained on, and the share of computed positions that were padding."""
     real = sum(float(b.lengths.sum()) for b in micro_batches if b.mask.any())
-    computed = sum(b.tokens.numel() for b in micro_batches)
+    computed = sum(positions(b, packed=packed) for b in micro_batches)
     return {"train/tokens": (real, 1), "train/padding_fraction": (computed - real, computed)}
+
+
+def positions(batch: TokenBatch, *, packed: bool) -> int:
+    """Tokens that go through the model."""
+    rows, width = batch.tokens.shape
+    return int(batch.lengths.clamp(max=width).sum()) if packed else rows * width

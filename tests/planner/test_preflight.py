@@ -120,12 +120,20 @@ def test_only_what_the_algorithm_scores_is_planned(folder, knob):
 
 
 def test_a_run_that_cannot_fit_says_by_how_much_and_what_would_help(folder):
-    config = run(folder, **{"actor_rollout_ref.rollout.gpu_memory_utilization": 0.6})
-    (problem,) = plan_problems(config, H100)
+    """All logits at once are the largest thing there is: in chunks the same run fits."""
+    too_much = {"actor_rollout_ref.rollout.gpu_memory_utilization": 0.6, "actor_rollout_ref.model.logits_chunk_mb": 0}
+    (problem,) = plan_problems(run(folder, **too_much), H100)
     assert "too much; largest: actor logits" in problem.reason
     assert "trainer.skip_plan=true" in problem.fix
-    helped = run(folder, **{"actor_rollout_ref.rollout.gpu_memory_utilization": 0.6} | knobs(problem.fix.split(";")[0]))
-    assert list(plan_problems(helped, H100)) == []
+    fix = knobs(problem.fix.split(";")[0])
+    assert fix == {"actor_rollout_ref.model.logits_chunk_mb": "512"}
+    assert list(plan_problems(run(folder, **too_much | fix), H100)) == []
+
+
+@pytest.mark.parametrize(("chunk_mb", "expected"), [(512, 841), (1000, 1644), (0, None)])
+def test_logits_are_planned_a_chunk_at_a_time(folder, chunk_mb, expected):
+    job = job_of(run(folder, **{"actor_rollout_ref.model.logits_chunk_mb": chunk_mb}), H100)
+    assert job.batch.logit_tokens == expected  # e.g. 512e6 / (4 x 152,064)
 
 
 def test_what_fits_has_no_problems(folder):
