@@ -127,6 +127,7 @@ def quiet() -> None:
 def finish(config: RunConfig, run_dir: Path, best: "Best | None") -> None:
     """summary.json, and the table at the end."""
     from rlhf_mp import checkpoint
+    from rlhf_mp.observe.plan_check import table
     from rlhf_mp.observe.sinks import read_jsonl
     from rlhf_mp.observe.summary import before_after_table, write_summary
 
@@ -152,3 +153,5 @@ def finish(config: RunConfig, run_dir: Path, best: "Best | None") -> None:
         best=best.state_dict() if best is not None else None,
     )
     print("\n" + before_after_table(summary))
+    if summary["memory"]:
+        print("\n" + table(summary["memory"]))

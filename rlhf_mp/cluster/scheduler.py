@@ -38,9 +38,10 @@ def validation_params(config: RunConfig, stop_token_ids: Sequence[int]) -> Sampl
 
 def cuts(config: RunConfig) -> tuple[Cut, Cut]:
     """How training and forward-only micro-batches are cut."""
-    actor = config.actor_rollout_ref.actor
+    actor, packed = config.actor_rollout_ref.actor, config.actor_rollout_ref.model.use_remove_padding
     if actor.use_dynamic_bsz:
-        return Cut(max_tokens=actor.ppo_max_token_len_per_gpu), Cut(max_tokens=actor.log_prob_max_token_len_per_gpu)
+        limits = actor.ppo_max_token_len_per_gpu, actor.log_prob_max_token_len_per_gpu
+        return tuple(Cut(max_tokens=limit, packed=packed) for limit in limits)
     train, score = actor.ppo_micro_batch_size_per_gpu, actor.log_prob_micro_batch_size_per_gpu
     return Cut(max_sequences=train), Cut(max_sequences=score)
 
@@ -52,7 +53,8 @@ def critic_cuts(config: RunConfig) -> Cuts | None:
         return None
     if config.actor_rollout_ref.actor.use_dynamic_bsz:
         train, score = critic.ppo_max_token_len_per_gpu, critic.forward_max_token_len_per_gpu
-        return Cuts(Cut(max_tokens=train), Cut(max_tokens=score), critic.ppo_epochs)
+        packed = critic.model.use_remove_padding
+        return Cuts(Cut(max_tokens=train, packed=packed), Cut(max_tokens=score, packed=packed), critic.ppo_epochs)
     train, score = critic.ppo_micro_batch_size_per_gpu, critic.forward_micro_batch_size_per_gpu
     return Cuts(Cut(max_sequences=train), Cut(max_sequences=score), critic.ppo_epochs)
 

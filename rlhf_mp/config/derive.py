@@ -58,7 +58,7 @@ def _derive_critic(config: RunConfig) -> None:
     critic.enable = has_critic(config)
     for own, others, names in (
         (critic, policy.actor, ("strategy", "ppo_epochs", "ppo_max_token_len_per_gpu", "ppo_micro_batch_size_per_gpu")),
-        (critic.model, policy.model, ("path", "dtype", "enable_gradient_checkpointing")),
+        (critic.model, policy.model, ("path", "dtype", "enable_gradient_checkpointing", "use_remove_padding")),
     ):
         for name in names:
             if getattr(own, name) is None:

@@ -73,6 +73,12 @@ class ModelConfig:
     dtype: Literal["float32", "bfloat16"] = knob("bfloat16", "of weights and activations; the optimizer keeps float32")
     enable_gradient_checkpointing: bool = knob(True, "recompute activations in the backward pass")
     enable_activation_offload: bool = knob(False, "keep saved activations in host memory")
+    use_remove_padding: bool = knob(
+        False, "micro-batches of sequences one after the other, instead of padded to the longest of them"
+    )
+    logits_chunk_mb: int = knob(
+        512, "MB (10^6 bytes) of float32 logits that exist at once on a rank; 0: those of a whole micro-batch", ge=0
+    )
     trust_remote_code: bool = knob(False, "run code that comes with the checkpoint")
 
 
@@ -116,7 +122,6 @@ class MegatronConfig:
     recompute: Literal["full", "selective"] = knob(
         "full", "what enable_gradient_checkpointing recomputes: whole layers, or attention alone"
     )
-    packed: bool = knob(False, "sequences one after the other instead of padded to the longest of a micro-batch")
     transformer_impl: Literal["auto", "local", "te"] = knob(
         "auto", "layers: torch's (local) or Transformer Engine's (te); auto: te on a GPU where it is installed"
     )
@@ -153,7 +158,7 @@ class ActorConfig(TrainedConfig):
     ppo_mini_batch_size: int = knob(256, "prompts per optimizer step", ge=1)
     ppo_epochs: int = knob(1, "passes over each step's samples", ge=1)
     use_dynamic_bsz: bool = knob(True, "cut micro-batches by tokens instead of by sequences")
-    ppo_max_token_len_per_gpu: int = knob(16384, "padded tokens per training micro-batch (use_dynamic_bsz)", ge=1)
+    ppo_max_token_len_per_gpu: int = knob(16384, "tokens and padding per training micro-batch (use_dynamic_bsz)", ge=1)
     ppo_micro_batch_size_per_gpu: int = knob(8, "sequences per training micro-batch (not use_dynamic_bsz)", ge=1)
     log_prob_max_token_len_per_gpu: int | None = knob(None, "the same for forward-only passes; unset: ppo_...", ge=1)
     log_prob_micro_batch_size_per_gpu: int | None = knob(None, "the same for forward-only passes; unset: ppo_...", ge=1)
@@ -249,6 +254,7 @@ class CriticModelConfig(ModelConfig):
     enable_gradient_checkpointing: bool | None = knob(
         None, "recompute activations in the backward pass; unset: as the actor does"
     )
+    use_remove_padding: bool | None = knob(None, "micro-batches without padding; unset: as the actor's, and never else")
 
 
 @dataclass

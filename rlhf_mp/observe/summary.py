@@ -8,6 +8,7 @@ from typing import Any
 
 from rlhf_mp.observe.console import duration
 from rlhf_mp.observe.machine import git_commit, machine, versions
+from rlhf_mp.observe.plan_check import compare
 from rlhf_mp.phase import Phase
 
 Record = Mapping[str, Any]
@@ -39,6 +40,7 @@ def write_summary(
     summary = {
         **results(records),
         "best": None if best is None else dict(best),
+        "memory": compare(records),
         "paths": dict(paths),
         "versions": versions(),
         "git_commit": git_commit(),

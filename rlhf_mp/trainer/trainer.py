@@ -1,6 +1,6 @@
 """The RL loop. Runs on every launched rank (SPMD); each line means the same thing on all of them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -65,8 +65,10 @@ class Trainer:
     log: MetricLog
     watch: Callable[[Phase], AbstractContextManager[None]]  # a phase that hangs is reported
     has_validation: bool
+    memory: Callable[[], Mapping[str, float]] = peak_memory
     critic: TrainEngine | None = None
     sum_over_ranks: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor  # collective
+    packed: bool = False  # engines leave out the padding of micro-batches
     counts: bool = True  # False where another rank holds the same data, as a part of the same model
     best: Best | None = None  # None: no validation is better than another
     step: int = 0
@@ -114,7 +116,7 @@ class Trainer:
                 self.last_grad_norm = self.update(
                     self.actor, batch, share.minibatches, self.algorithm.policy_loss, "actor/"
                 )
-        self.log.add({name: (value, 1) for name, value in peak_memory().items()})
+        self.log.add({name: (value, 1) for name, value in self.memory().items()})
 
     def score(self, batch: TokenBatch, share: Share) -> None:
         """Fill in what the algorithm declares it needs, and nothing else."""
@@ -139,7 +141,7 @@ class Trainer:
             metrics = model.train_step(micro_batches, minibatch.totals, loss_fn)
             norm = metrics["grad_norm"][0]
             self.log.add(metrics, prefix)
-            self.count(padding(micro_batches))
+            self.count(padding(micro_batches, packed=self.packed))
         return norm
 
     def count(self, sums: Sums, prefix: str = "") -> None:
@@ -183,8 +185,14 @@ def scored(model: Scorer, batch: TokenBatch, cut: list[list[int]]) -> torch.Tens
     return result
 
 
-def padding(micro_batches: list[TokenBatch]) -> Sums:
+def padding(micro_batches: list[TokenBatch], *, packed: bool) -> Sums:
     """Tokens trained on, and the share of computed positions that were padding."""
     real = sum(float(b.lengths.sum()) for b in micro_batches if b.mask.any())
-    computed = sum(b.tokens.numel() for b in micro_batches)
+    computed = sum(positions(b, packed=packed) for b in micro_batches)
     return {"train/tokens": (real, 1), "train/padding_fraction": (computed - real, computed)}
+
+
+def positions(batch: TokenBatch, *, packed: bool) -> int:
+    """Tokens that go through the model."""
+    rows, width = batch.tokens.shape
+    return int(batch.lengths.clamp(max=width).sum()) if packed else rows * width

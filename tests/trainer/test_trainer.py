@@ -329,8 +329,12 @@ def test_scores_come_back_to_the_rows_they_are_of():
 def test_padding_by_hand():
     batch = collate(TRAJECTORIES)
     # rows of 3 and 5 tokens: 10 positions, 8 real; a row of 4 alone; an empty micro-batch computes 2 for nothing
-    metrics = padding([batch.select(rows) for rows in ([0, 1], [2], [])])
+    micro_batches = [batch.select(rows) for rows in ([0, 1], [2], [])]
+    metrics = padding(micro_batches, packed=False)
     assert metrics == {"train/tokens": (12.0, 1), "train/padding_fraction": (4.0, 16)}
+    # packed, only the empty micro-batch is padding
+    metrics = padding(micro_batches, packed=True)
+    assert metrics == {"train/tokens": (12.0, 1), "train/padding_fraction": (2.0, 14)}
 
 
 @pytest.mark.parametrize(
