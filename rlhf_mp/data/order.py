@@ -39,10 +39,17 @@ def make_order(sizes: Sequence[int], keys: np.ndarray | None, data: DataConfig) 
     Args:
         sizes: prompts of each entry of ``data.train_files``; their indices follow each other.
         keys: what ``data.curriculum_key`` says of each prompt, None without it.
+
+    Raises:
+        ConfigError: too few prompts for a batch, or none of a file that has a share of it.
     """
     if keys is not None and data.curriculum_order == "descending":
         keys = -keys
     if data.train_weights:
+        if empty := [file for file, size in zip(data.train_files, sizes, strict=True) if not size]:
+            reason = f"no prompt is left of {', '.join(empty)}: all are longer than data.max_prompt_length"
+            fix = "a larger data.max_prompt_length, or leave the file out"
+            raise ConfigError([Problem("data.train_weights", data.train_weights, reason, fix)])
         return MixedOrder(sizes, data.train_weights, data.train_batch_size, data.seed, data.shuffle, keys)
     return PromptOrder(sum(sizes), data.train_batch_size, data.seed, data.shuffle, keys)
 
