@@ -31,7 +31,7 @@ THINGS = ("apples", "tickets", "marbles", "books", "stamps", "pencils")
 
 
 def question(rng: random.Random) -> dict[str, str]:
-    """A word problem of some 30 to 70 tokens."""
+    """A word problem of 20 to 50 tokens."""
     who, thing, have = rng.choice(NAMES), rng.choice(THINGS), rng.randint(10, 999)
     lines = [f"{who} has {have} {thing} in a box under the old wooden table."]
     for _ in range(rng.randint(0, 2)):
