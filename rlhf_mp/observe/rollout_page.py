@@ -4,8 +4,10 @@ It holds no script and loads nothing, so it can be mailed and opened anywhere; w
 Which number colours the tokens is chosen by radio buttons, in CSS.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from html import escape
 from itertools import groupby
 from math import exp, isfinite
@@ -69,6 +71,29 @@ class Page:
     step: int
     metrics: Mapping[str, float]  # of the validation
     samples: Sequence[SampleText]  # responses to one prompt follow each other
+    num_left_out: int = 0
+
+
+def fitting(samples: Sequence[SampleText], max_tokens: int) -> list[SampleText]:
+    """As many as have room, and at least one: first responses to all prompts before second ones."""
+    number, counts = [], Counter()
+    for sample in samples:
+        prompt = (sample.source, sample.prompt, sample.truth)
+        number.append(counts[prompt])
+        counts[prompt] += 1
+    taken, used = [], 0
+    for i in sorted(range(len(samples)), key=number.__getitem__):
+        used += len(samples[i].trace.ids) if samples[i].trace else 0
+        if taken and used > max_tokens:
+            break
+        taken.append(i)
+    return [samples[i] for i in sorted(taken)]
+
+
+def remembering(decode: Decode) -> Decode:
+    """Tokens and pairs of them come again and again."""
+    known = lru_cache(100_000)(lambda ids: decode(list(ids)))
+    return lambda ids: known(tuple(ids))
 
 
 def token_texts(ids: Sequence[int], decode: Decode) -> list[str]:
@@ -89,6 +114,7 @@ def token_texts(ids: Sequence[int], decode: Decode) -> list[str]:
 
 def render_page(page: Page, decode: Decode) -> str:
     """The whole file."""
+    decode = remembering(decode)
     sources = "\n".join(
         source_section(source, [*of_source], decode) for source, of_source in groupby(page.samples, lambda s: s.source)
     )
@@ -110,6 +136,7 @@ def render_page(page: Page, decode: Decode) -> str:
 </header>
 <main>
 {sources}
+{f"<p>{page.num_left_out} more responses had no room on this page.</p>" if page.num_left_out else ""}
 </main>
 </body>
 </html>

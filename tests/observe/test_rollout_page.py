@@ -11,7 +11,7 @@ from PIL import Image
 
 from rlhf_mp.data.types import SampleText, TokenTrace
 from rlhf_mp.models.tiny import byte_pair_tokenizer
-from rlhf_mp.observe.rollout_page import Page, render_page, token_texts
+from rlhf_mp.observe.rollout_page import Page, fitting, render_page, token_texts
 from rlhf_mp.observe.rollout_sink import RolloutPageSink
 
 EVIL = '<script>document.title="changed"</script><img src=x onerror=alert(1)>" style="x \x1b[2J\u202e é 🎉 七\n</pre>'
@@ -128,6 +128,16 @@ def test_the_responses_to_a_prompt_share_one_scale_of_advantages(tokenizer, deco
         "--a:0;--n:0.25",
         "--a:1;--n:0",
     ]
+
+
+def test_a_page_too_full_leaves_out_last_responses_before_prompts(tokenizer, decode):
+    texts = [SampleText(q, f"{q}{i}", 0.0, "a", trace=traced(tokenizer, "four")) for q in "xyz" for i in range(3)]
+    size = len(texts[0].trace.ids)
+    assert [t.response for t in fitting(texts, 5 * size)] == ["x0", "x1", "y0", "y1", "z0"]
+    assert [t.response for t in fitting(texts, 0)] == ["x0"]
+    assert fitting(texts, 9 * size) == texts
+    page = Reader(render_page(Page("run", 1, {}, texts[:5], num_left_out=4), decode))
+    assert "4 more responses had no room" in page.text["p"]
 
 
 def test_metrics_are_a_table_with_a_row_for_each_file(decode):
