@@ -7,7 +7,7 @@ from pathlib import Path
 from rlhf_mp.data.types import SampleText
 from rlhf_mp.observe.rollout_page import Decode, Page, fitting, render_page
 
-MAX_TOKENS = 60_000  # on one page: some 8 MB, a second to write
+MAX_TOKENS = 60_000  # on one page: some 5 MB, half a second to write
 
 
 class RolloutPageSink:
