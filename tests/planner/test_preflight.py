@@ -217,7 +217,7 @@ def test_sampling_concurrency_and_the_training_batch_are_apart(folder):
     assert changed == {"engine graphs and workspace"}
     longer = sizes(plan_of(run(folder, **{"actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 4096}), H100))
     base = sizes(plan_of(run(folder), H100))
-    assert {"actor logits", "actor activations"} <= {label for label in base if base[label] != longer[label]}
+    assert base["actor activations"] > longer["actor activations"]
     assert base["engine graphs and workspace"] == longer["engine graphs and workspace"]
 
 
