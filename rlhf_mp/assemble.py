@@ -19,12 +19,14 @@ from rlhf_mp.config.load import config_to_dict
 from rlhf_mp.config.schema import RunConfig
 from rlhf_mp.errors import ConfigError
 from rlhf_mp.models.heads import ValueHead
-from rlhf_mp.models.hf import DTYPES, save_checkpoint
+from rlhf_mp.models.hf import DTYPES, load_tokenizer, save_checkpoint
 from rlhf_mp.observe.console import ConsoleSink
 from rlhf_mp.observe.footprint import Footprint
 from rlhf_mp.observe.memory import peak_memory
 from rlhf_mp.observe.metrics import MetricLog
 from rlhf_mp.observe.reduce import reduce_over_ranks
+from rlhf_mp.observe.rollout_page import Decode
+from rlhf_mp.observe.rollout_sink import RolloutPageSink
 from rlhf_mp.observe.sinks import JsonlSink, Sink, TensorBoardSink, WandbSink
 from rlhf_mp.observe.watchdog import watch
 from rlhf_mp.phase import Phase
@@ -33,6 +35,7 @@ from rlhf_mp.planner.term import Role
 from rlhf_mp.rollout.sglang_client import EngineControl
 from rlhf_mp.train.base import Scorer, TrainEngine
 from rlhf_mp.train.build import make_actor, make_critic, make_reference, policy_head
+from rlhf_mp.trainer.best import Best
 from rlhf_mp.trainer.checkpoints import RunCheckpoints
 from rlhf_mp.trainer.trainer import Schedule, Trainer
 from rlhf_mp.weights.base import Transport, WeightSync
@@ -89,12 +92,13 @@ def make_trainer(job: Job) -> Trainer:
         packed=job.config.actor_rollout_ref.model.use_remove_padding,
         sum_over_ranks=job.ranks.sum,
         counts=actor.layout.is_output_rank,
+        best=Best(knobs.best_metric, knobs.best_mode) if knobs.best_metric else None,
     )
     trainer.resume()
     if job.ranks.rank == 0:
         print(
-            f"{facts.num_prompts} prompts ({facts.num_dropped} dropped as longer than data.max_prompt_length), "
-            f"{facts.num_validation} for validation, {num_steps} steps"
+            f"{facts.num_prompts} prompts ({facts.num_dropped} dropped and {facts.num_truncated} cut as longer than "
+            f"data.max_prompt_length), {facts.num_validation} for validation, {num_steps} steps"
         )
         trainer.log.sinks = make_sinks(job, num_steps, trainer.step)
     return trainer
@@ -205,4 +209,12 @@ def make_sinks(job: Job, num_steps: int, steps_done: int) -> list[Sink]:
         sinks.append(TensorBoardSink(run_dir / "tensorboard", first))
     if "wandb" in knobs.logger:
         sinks.append(WandbSink(knobs.project_name, knobs.experiment_name, config_to_dict(job.config), run_dir))
+    if knobs.log_val_generations > 0:
+        sinks.append(RolloutPageSink(run_dir / "rollouts", run_dir.name, lambda: page_decoder(job.config), print))
     return sinks
+
+
+def page_decoder(config: RunConfig) -> Decode:
+    model = config.actor_rollout_ref.model
+    tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+    return lambda ids: tokenizer.decode(ids, skip_special_tokens=False)

@@ -21,7 +21,8 @@ def test_a_config_is_planned_for_other_cards_than_this_machines(capsys):
 
 
 def test_what_does_not_fit_ends_with_another_exit_code(capsys):
-    assert main(["--config", CONFIG, "--gpu", "t4"]) == DOES_NOT_FIT
+    whole_logits = "actor_rollout_ref.model.logits_chunk_mb=0"
+    assert main(["--config", CONFIG, "--gpu", "rtx4090", whole_logits]) == DOES_NOT_FIT
     assert "does not fit" in capsys.readouterr().out
 
 
