@@ -39,8 +39,8 @@ def write_summary(
     """
     summary = {
         **results(records),
-        "memory": compare(records),
         "best": None if best is None else dict(best),
+        "memory": compare(records),
         "paths": dict(paths),
         "versions": versions(),
         "git_commit": git_commit(),
