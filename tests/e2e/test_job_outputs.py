@@ -64,6 +64,18 @@ def test_every_version_reaches_the_engines_and_is_what_they_sample_from(job):
         assert record["rollout/staleness_mean"] == 0
 
 
+STATES = {"weights", "gradients", "master weights", "optimizer moments"}
+
+
+def test_what_its_memory_held_is_what_was_planned(job):
+    rows = {row["what"]: row["difference"] for row in job.summary()["memory"]}
+    held = {what: off for what, off in rows.items() if what.split(" ", 1)[1].removesuffix(" on host") in STATES}
+    assert {"actor weights on host", "actor gradients on host", "actor optimizer moments on host"} <= held.keys()
+    assert {what: off for what, off in held.items() if abs(off) > 0.05} == {}
+    assert {"score peak", "train peak", "sync peak"} <= rows.keys()
+    assert "memory of rank 0" in job.output()
+
+
 def test_the_summary_says_what_came_out_and_from_what(job):
     summary = job.summary()
     assert summary["num_steps"] == 2
