@@ -2,8 +2,8 @@
 
 import sys
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,11 +20,15 @@ from rlhf_mp.config.schema import RunConfig
 from rlhf_mp.models.heads import ValueHead
 from rlhf_mp.models.hf import DTYPES, save_checkpoint
 from rlhf_mp.observe.console import ConsoleSink
+from rlhf_mp.observe.memory_watch import MemoryWatch
 from rlhf_mp.observe.metrics import MetricLog
+from rlhf_mp.observe.profiler import set_logging_level
 from rlhf_mp.observe.reduce import reduce_over_ranks
 from rlhf_mp.observe.sinks import JsonlSink, Sink, TensorBoardSink, WandbSink
 from rlhf_mp.observe.watchdog import watch
 from rlhf_mp.phase import Phase
+from rlhf_mp.planner.levers import levers_off
+from rlhf_mp.planner.preflight import plan_of, this_machine
 from rlhf_mp.rollout.sglang_client import EngineControl
 from rlhf_mp.train.base import TrainEngine
 from rlhf_mp.train.build import make_actor, make_critic, make_reference, policy_head
@@ -56,6 +60,7 @@ def make_trainer(job: Job) -> Trainer:
 
     Engines are built while the SGLang servers start.
     """
+    set_logging_level()
     knobs, algorithm, facts = job.config.trainer, make_algorithm(job.config), job.services.facts()
     torch.manual_seed(knobs.seed + job.ranks.rank)
     num_steps = knobs.total_training_steps or knobs.total_epochs * facts.steps_per_epoch
@@ -66,6 +71,7 @@ def make_trainer(job: Job) -> Trainer:
     if job.config.critic.enable:
         critic = make_critic(job.config, job.device, num_steps * updates // epochs * job.config.critic.ppo_epochs)
     reference = make_reference(job.config, job.device) if algorithm.needs_reference else None
+    memory = make_memory_watch(job)
     trainer = Trainer(
         schedule=Schedule(num_steps, knobs.test_freq, knobs.save_freq, knobs.val_before_train, warmup),
         actor=actor,
@@ -76,7 +82,8 @@ def make_trainer(job: Job) -> Trainer:
         swap=make_swap(job),
         checkpoints=make_checkpoints(job, {"actor": actor} | ({"critic": critic} if critic else {})),
         log=MetricLog([], reduce_over_ranks),
-        watch=lambda phase: watched(job, phase),
+        watch=lambda phase: watched(job, phase, memory),
+        memory=memory.metrics,
         has_validation=facts.num_validation > 0,
         packed=job.config.actor_rollout_ref.model.use_remove_padding,
         sum_over_ranks=job.ranks.sum,
@@ -92,10 +99,23 @@ def make_trainer(job: Job) -> Trainer:
     return trainer
 
 
-def watched(job: Job, phase: Phase) -> AbstractContextManager[None]:
+@contextmanager
+def watched(job: Job, phase: Phase, memory: MemoryWatch) -> Iterator[None]:
     timeout_s = job.config.trainer.phase_timeout_s
     message = f"phase {phase.value} lasted longer than {timeout_s:g} s (trainer.phase_timeout_s)"
-    return watch(phase, job.ranks.rank, timeout_s, lambda: job.on_hang(message))
+    with watch(phase, job.ranks.rank, timeout_s, lambda: job.on_hang(message)), memory.during(phase):
+        yield
+
+
+def make_memory_watch(job: Job) -> MemoryWatch:
+    machine = this_machine(job.config)
+
+    def needed(config: RunConfig, phase: Phase) -> float:
+        moment = plan_of(config, machine).peak_of(phase)
+        return (moment.gpu_bytes if machine.gpu else moment.host_bytes) if moment else 0.0
+
+    by_plan = None if job.config.trainer.skip_plan else needed  # skipped where the planner cannot read the model
+    return MemoryWatch(job.device, job.ranks.rank, lambda phase: levers_off(job.config, phase, by_plan))
 
 
 def make_swap(job: Job) -> VerifiedSwap:

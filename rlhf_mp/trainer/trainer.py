@@ -1,6 +1,6 @@
 """The RL loop. Runs on every launched rank (SPMD); each line means the same thing on all of them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -64,6 +64,7 @@ class Trainer:
     log: MetricLog
     watch: Callable[[Phase], AbstractContextManager[None]]  # a phase that hangs is reported
     has_validation: bool
+    memory: Callable[[], Mapping[str, float]] = peak_memory
     critic: TrainEngine | None = None
     sum_over_ranks: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor  # collective
     packed: bool = False  # engines leave out the padding of micro-batches
@@ -114,7 +115,7 @@ class Trainer:
                 self.last_grad_norm = self.update(
                     self.actor, batch, share.minibatches, self.algorithm.policy_loss, "actor/"
                 )
-        self.log.add({name: (value, 1) for name, value in peak_memory().items()})
+        self.log.add({name: (value, 1) for name, value in self.memory().items()})
 
     def score(self, batch: TokenBatch, share: Share) -> None:
         """Fill in what the algorithm declares it needs, and nothing else."""
