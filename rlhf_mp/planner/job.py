@@ -122,7 +122,9 @@ class Batch:
     sequence: int  # the longest
     logit_tokens: int | None = None  # whose logits exist at once; None: all, and by plain autograd
     recompute: Recompute = "full"
+    recompute_every: int = 1  # with "full": so-many-th layers; the others keep everything
     activation_offload: bool = False
+    offload_layers: int = 1  # that move together
 
 
 @dataclass(frozen=True)
