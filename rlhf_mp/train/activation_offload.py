@@ -95,10 +95,10 @@ class ActivationOffload:
         group = groups[number]
         if not self.layers_per_group:
             return self._fetched(group, [group.on_host[index]])[0]
+        for later in groups[number + 1 :]:
+            later.back = []  # used up
         if not group.back:
             self._fetch(group)
-            for later in groups[number + 1 :]:
-                later.back = []
         self._wait(group)
         if number and not groups[number - 1].back:
             self._fetch(groups[number - 1])
