@@ -20,6 +20,8 @@ def derive(config: RunConfig) -> None:
         sync.canary_tolerance = 1e-4 if exact else 0.05
     if trainer.default_local_dir is None:
         trainer.default_local_dir = str(Path("runs") / trainer.project_name / trainer.experiment_name)
+    if config.data.cache_dir is None:
+        config.data.cache_dir = str(Path(trainer.default_local_dir) / "prompts")
 
 
 def _derive_actor(actor: ActorConfig) -> None:

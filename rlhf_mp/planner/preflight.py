@@ -20,6 +20,8 @@ from rlhf_mp.planner.plan import Plan, make_plan
 
 MODEL_KEY = "actor_rollout_ref.model.path"
 SKIP_KEY = "trainer.skip_plan"
+CACHE_WIDTHS = {"fp8_e5m2": 1.0, "fp8_e4m3": 1.0, "bf16": 2.0, "bfloat16": 2.0, "fp4_e2m1": 0.5}
+"""Bytes an element, by SGLang's --kv-cache-dtype."""
 CHUNK_KEY = "actor_rollout_ref.model.logits_chunk_mb"
 LOGIT_BYTES = 4  # of a chunk's float32 logits
 
@@ -150,6 +152,8 @@ def _precision(trained: TrainedModel) -> planned.Precision:
     half = trained.model.dtype == "bfloat16"
     if trained.updates.strategy == "torch":
         return planned.AUTOCAST if half else planned.FP32
+    if trained.updates.strategy == "megatron":
+        return planned.BF16_FP32_GRADS if half else planned.FP32
     return planned.BF16 if half else planned.FP32
 
 
@@ -202,11 +206,27 @@ def _engine(config: RunConfig, sequence: int, *, on_gpu: bool) -> planned.Engine
         sequence=sequence,
         max_cache_tokens=slots,
         weight_bytes=width,
-        cache_bytes=width,
+        cache_bytes=_cache_width(rollout.engine_args, width),
         cuda_graphs=on_gpu and not rollout.enforce_eager,
         graph_batch=max(rollout.cudagraph_capture_sizes or [rollout.max_num_seqs]),
         prefill_tokens=rollout.max_num_batched_tokens,
     )
+
+
+def _cache_width(engine_args: dict[str, Any], of_weights: float) -> float:
+    """Bytes of a cached element.
+
+    Raises:
+        ConfigError: a type that SGLang knows and the planner does not.
+    """
+    if "kv_cache_dtype" not in engine_args:
+        return of_weights
+    chosen = engine_args["kv_cache_dtype"]
+    widths = CACHE_WIDTHS | {"auto": of_weights}
+    if chosen not in widths:
+        key = "actor_rollout_ref.rollout.engine_args.kv_cache_dtype"
+        raise ConfigError([Problem(key, chosen, "the planner does not know its size", f"one of {', '.join(widths)}")])
+    return widths[chosen]
 
 
 def plan_of(config: RunConfig, machine: Machine | None = None) -> Plan:

@@ -9,12 +9,13 @@ import torch
 
 from rlhf_mp.algorithms.base import Algorithm
 from rlhf_mp.algorithms.value_loss import value_metrics
-from rlhf_mp.data.collate import collate
+from rlhf_mp.data.collate import collate, with_estimates
 from rlhf_mp.data.types import LossFn, MiniBatch, SampleText, Share, Sums, TokenBatch
 from rlhf_mp.observe.memory import peak_memory
 from rlhf_mp.observe.metrics import MetricLog
 from rlhf_mp.phase import Phase
 from rlhf_mp.train.base import Scorer, TrainEngine
+from rlhf_mp.trainer.best import Best
 
 
 class Rollouts(Protocol):
@@ -69,6 +70,7 @@ class Trainer:
     sum_over_ranks: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor  # collective
     packed: bool = False  # engines leave out the padding of micro-batches
     counts: bool = True  # False where another rank holds the same data, as a part of the same model
+    best: Best | None = None  # None: no validation is better than another
     step: int = 0
     last_grad_norm: float = field(default=0.0, init=False)
 
@@ -86,15 +88,14 @@ class Trainer:
         self.publish()
         self.log.start()
         if self.step == 0 and self.schedule.val_before_train:
-            self.evaluate()
+            self.improves(self.evaluate())
         while self.step < self.schedule.num_steps:
             self.train_step()
             self.step += 1
             self.publish()
             self.log.finish(self.step)
-            if self.schedule.due(self.schedule.test_freq, self.step):
-                self.evaluate()
-            if self.schedule.due(self.schedule.save_freq, self.step):
+            metrics = self.evaluate() if self.schedule.due(self.schedule.test_freq, self.step) else {}
+            if self.improves(metrics) or self.schedule.due(self.schedule.save_freq, self.step):
                 self.checkpoints.save(self)
             self.log.start()
 
@@ -102,11 +103,11 @@ class Trainer:
         with self.phase(Phase.rollout):
             share = self.rollouts.fetch(self.step)  # waits; raises on every rank if an engine died
         self.count(share.metrics)
-        self.log.samples(self.step + 1, share.samples)
         batch = collate(share.trajectories)
         with self.phase(Phase.score):
             self.score(batch, share)
         batch.advantages = self.algorithm.advantages(batch.rewards, batch.group_ids, batch.mask)
+        self.log.samples(self.step + 1, [with_estimates(sample, batch) for sample in share.samples])
         with self.phase(Phase.train):
             if self.critic is not None:
                 self.count(value_metrics(batch, self.sum_over_ranks), "critic/")
@@ -154,16 +155,20 @@ class Trainer:
             self.log.add(self.swap.push(self.actor, self.step, must_differ=self.last_grad_norm > 0))
             self.rollouts.publish(self.step)
 
-    def evaluate(self) -> None:
-        """Held-out accuracy under the live weights; written apart from a step."""
+    def evaluate(self) -> dict[str, float]:
+        """Held-out accuracy under the live weights; written apart from a step. Empty without validation data."""
         if not self.has_validation:
-            return
+            return {}
         self.log.start()
         with self.watch(Phase.rollout):
             metrics, samples = self.rollouts.evaluate()
         self.log.add(metrics, "eval/")
         self.log.samples(self.step, samples)
-        self.log.finish(self.step, "eval")
+        return self.log.finish(self.step, "eval")
+
+    def improves(self, metrics: dict[str, float]) -> bool:
+        """Whether a validation is the best so far, by the metric that decides it."""
+        return self.best is not None and bool(metrics) and self.best.offer(self.step, metrics)
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
