@@ -9,6 +9,7 @@ started with the job's ``RLHF_MP_JOB`` in its environment.
 import hashlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -75,6 +76,8 @@ def start_guard(rank: int, run_dir: Path, *, several_hosts: bool = False) -> Gua
     log.parent.mkdir(parents=True, exist_ok=True)
     if rank == 0:  # left by an earlier run
         (run_dir / FIRST_FAILURE).unlink(missing_ok=True)
+    # Ended between the making of its folder and the start of its guard, a rank would leave the folder behind.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
     tmp = make_tmp(job)
     (tmp / "ranks" / f"{rank}.{pid}.{start_time(pid)}").touch()
 
@@ -93,6 +96,7 @@ def start_guard(rank: int, run_dir: Path, *, several_hosts: bool = False) -> Gua
     subprocess.run(command, pass_fds=fds, stdin=subprocess.DEVNULL, start_new_session=True, check=True)
     for fd in fds:
         os.close(fd)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     os.environ.update(RLHF_MP_JOB=job, RLHF_MP_TMP=str(tmp), SPT_NOENV="1")
 
     sys.stdout.flush()
