@@ -21,8 +21,8 @@ from rlhf_mp.cluster.shared_memory import remove_files, untidy_files
 PATIENCE_S = 3.0  # other ranks may end by themselves or by their launcher
 CRASHES = {-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL, -signal.SIGFPE}  # follow from nothing else
 INTERRUPTS = {-signal.SIGINT, -signal.SIGTERM, -signal.SIGHUP}
-LOOK_EVERY_S = 5.0  # for shared memory, and for a failure on another host
-FAILED_ELSEWHERE_S = 10.0  # ranks of other hosts mostly end by themselves or by their launcher
+LOOK_EVERY_S = 5.0  # for shared memory
+FAILED_ELSEWHERE_S = 5.0  # ranks of other hosts mostly end by themselves or by their launcher
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,8 @@ class Watch:
             poll.register(fd, select.POLLIN)
         while True:
             self.look_now_and_then()
+            if self.rank.host and failure_file(self.run_dir) not in (None, self.old_failure):
+                self.failed_elsewhere_at = min(self.failed_elsewhere_at, time.monotonic())
             ready = {fd for fd, _ in poll.poll(1000)}
             if self.rank.alive_fd in ready:
                 status = exit_status(self.rank.pid)  # at once: it is lost when the launcher collects it
@@ -146,8 +148,6 @@ class Watch:
         if time.monotonic() < self.next_look:
             return
         self.next_look = time.monotonic() + LOOK_EVERY_S
-        if self.rank.host and failure_file(self.run_dir) not in (None, self.old_failure):
-            self.failed_elsewhere_at = min(self.failed_elsewhere_at, time.monotonic())
         if self.rank.number == min(number for number, _, _ in self.registered_ranks()):
             self.note_shared_memory()
 
