@@ -72,6 +72,14 @@ def _layout_problems(config: RunConfig) -> Iterator[Problem]:
             "is no multiple of it",
             f"trainer.n_gpus_per_node={copies} trainer.nnodes=1, or smaller sizes",
         )
+    tp, per_node = megatron.tensor_model_parallel_size, config.trainer.n_gpus_per_node
+    if config.trainer.nnodes > 1 and per_node % tp:
+        yield Problem(
+            f"{KEY}.tensor_model_parallel_size",
+            tp,
+            f"does not divide trainer.n_gpus_per_node = {per_node}, so matrices would be shared across machines",
+            f"{KEY}.tensor_model_parallel_size={gcd(per_node, tp)}, and more pipeline stages",
+        )
     if megatron.virtual_pipeline_model_parallel_size is not None and megatron.pipeline_model_parallel_size == 1:
         yield Problem(
             f"{KEY}.virtual_pipeline_model_parallel_size",

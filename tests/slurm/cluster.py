@@ -169,13 +169,24 @@ class Cluster:
 
     def run(self, *command: str, on: str = "ctl", cwd: Path = Path("/"), check: bool = True) -> str:
         """Standard output of a command on one of the machines."""
-        first = str(self._machines[on][1])
-        inside = ["nsenter", "-t", first, "-m", "-u", "-i", "-n", "-p", "--", "env",
-                  f"SLURM_CONF={self.folder}/etc/slurm.conf", "sh", "-c", 'cd "$0" && exec "$@"', str(cwd)]  # fmt: skip
-        done = subprocess.run([*inside, *command], capture_output=True, text=True)
+        done = subprocess.run(self.inside(on, *command, cwd=cwd), capture_output=True, text=True)
         if check and done.returncode:
             raise RuntimeError(f"{' '.join(command)}: exit code {done.returncode}\n{done.stdout}{done.stderr}")
         return done.stdout
+
+    def inside(self, machine: str, *command: str, cwd: Path) -> list[str]:
+        """The command that runs ``command`` on a machine."""
+        first = str(self._machines[machine][1])
+        enter = ["nsenter", "-t", first, "-m", "-u", "-i", "-n", "-p", "--", "env"]
+        return [
+            *enter,
+            f"SLURM_CONF={self.folder}/etc/slurm.conf",
+            "sh",
+            "-c",
+            'cd "$0" && exec "$@"',
+            str(cwd),
+            *command,
+        ]
 
     def wait_idle(self, timeout_s: float = 30) -> None:
         """Until every node takes jobs."""

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -27,7 +28,10 @@ stop = StopRequest(guard.run_dir, info.rank == 0, lambda seen: seen)
 restart = os.environ.get("SLURM_RESTART_COUNT", "0")
 (guard.run_dir / f"ready.{info.rank}.{restart}").write_text(f"{os.uname().nodename} {info} {os.getpid()}")
 order = guard.run_dir / f"exit.{info.rank}.{restart}"
+die = guard.run_dir / f"die.{info.rank}"
 while not (order.exists() or stop.made() or (guard.run_dir / STOPPED).exists()):
+    if die.exists():
+        os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(0.05)
 code = int(order.read_text()) if order.exists() else 0
 if not order.exists():

@@ -21,14 +21,16 @@ def test_two_machines_train_stop_on_request_requeue_and_finish_where_they_were(s
         "trainer.total_training_steps=4",
         "trainer.test_freq=-1",
         "trainer.save_freq=-1",
-        environ={"RLHF_MP_SCRIPT": "launch/train.py"},
+        environ={"RLHF_MP_SCRIPT": "launch/train.py", "NCCL_DEBUG": "WARN"},
     )
     job.wait_for(lambda: 1 in steps(job), START_S)
     for node in ("n1", "n2"):
         running = cluster.run("ps", "axo", "args=", on=node)
         assert len(re.findall("sglang.launch_server", running)) == 1, node
         assert "ray::EngineHost" in running
-    assert ("ray::SchedulerActor" in running) is False  # that is with rank 0
+        shown = cluster.run("sh", "-c", "tr '\\0' '\\n' < /proc/$(pgrep -f sglang.launch_server)/environ", on=node)
+        assert "NCCL_DEBUG=WARN" in shown.splitlines()
+    assert "ray::SchedulerActor" not in running  # that is with rank 0
     job.signal("USR1")
     ended = job.wait(START_S)
     assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), job.log()
