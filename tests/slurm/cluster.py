@@ -176,17 +176,9 @@ class Cluster:
 
     def inside(self, machine: str, *command: str, cwd: Path) -> list[str]:
         """The command that runs ``command`` on a machine."""
-        first = str(self._machines[machine][1])
-        enter = ["nsenter", "-t", first, "-m", "-u", "-i", "-n", "-p", "--", "env"]
-        return [
-            *enter,
-            f"SLURM_CONF={self.folder}/etc/slurm.conf",
-            "sh",
-            "-c",
-            'cd "$0" && exec "$@"',
-            str(cwd),
-            *command,
-        ]
+        enter = ["nsenter", "-t", str(self._machines[machine][1]), "-m", "-u", "-i", "-n", "-p", "--"]
+        there = ["env", f"SLURM_CONF={self.folder}/etc/slurm.conf", "sh", "-c", 'cd "$0" && exec "$@"', str(cwd)]
+        return [*enter, *there, *command]
 
     def wait_idle(self, timeout_s: float = 30) -> None:
         """Until every node takes jobs."""

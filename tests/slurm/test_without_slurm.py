@@ -1,4 +1,4 @@
-"""The same ranks on several machines by torchrun or DeepSpeed's launcher, one command on each. Slurm takes no part."""
+"""The same ranks on several machines by torchrun, one command on each. Slurm takes no part."""
 
 import subprocess
 
@@ -7,23 +7,17 @@ import pytest
 from rlhf_mp.cluster.first_failure import wait_until
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
-PORT = "29511"
-COMMANDS = {
-    "torchrun": "torchrun --nnodes 2 --nproc-per-node 1 --node-rank {node} --master-addr n1 --master-port {port}",
-    "deepspeed": "deepspeed --hostfile {hosts} --no_ssh --node_rank {node} --master_addr n1 --master_port {port} "
-    "--no_local_rank",
-}
+TORCHRUN = "torchrun --nnodes 2 --nproc-per-node 1 --node-rank {node} --master-addr n1 --master-port 29511"
 
 
 @pytest.fixture
-def launched(request, cluster, env_file, inputs, tmp_path):
+def launched(cluster, env_file, inputs, tmp_path):
     """(run directory, a launcher on n1, one on n2)."""
-    (tmp_path / "hosts").write_text("n1 slots=1\nn2 slots=1\n")
     overrides = [*inputs, f"trainer.default_local_dir={tmp_path / 'run'}", "trainer.nnodes=2"]
     script = ["tests/slurm/endless.py", "--config", "configs/quickstart.yaml", "trainer.n_gpus_per_node=1", *overrides]
     started = []
     for node in (0, 1):
-        command = COMMANDS[request.param].format(node=node, port=PORT, hosts=tmp_path / "hosts")
+        command = TORCHRUN.format(node=node)
         words = ["bash", "-c", f'source {env_file} && exec {command} "$@"', "bash", *script]
         started.append(subprocess.Popen(cluster.inside(f"n{node + 1}", *words, cwd=cluster.shared[1])))
     yield tmp_path / "run", *started
@@ -32,7 +26,6 @@ def launched(request, cluster, env_file, inputs, tmp_path):
         process.wait(60)
 
 
-@pytest.mark.parametrize("launched", COMMANDS, indirect=True)
 def test_a_failure_on_one_machine_ends_the_other(launched):
     run_dir, first, second = launched
     ready = [run_dir / f"ready.{rank}.0" for rank in (0, 1)]
