@@ -11,6 +11,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 NAMESPACES = ["--mount", "--uts", "--ipc", "--net", "--pid"]
@@ -216,6 +217,20 @@ class Cluster:
             yield from (
                 f"{node}: {f}" for f in self.run("ls", "/tmp", on=node).split() if f.startswith(("rlhf_mp", "ray"))
             )
+
+    @contextmanager
+    def settings(self, line: str, other: str) -> Iterator[None]:
+        """With another line in slurm.conf for a while."""
+        file = self.folder / "etc" / "slurm.conf"
+        usual = file.read_text()
+        assert line in usual
+        file.write_text(usual.replace(line, other))
+        self.run("scontrol", "reconfigure")
+        try:
+            yield
+        finally:
+            file.write_text(usual)
+            self.run("scontrol", "reconfigure")
 
     def power_off(self, node: str) -> None:
         os.kill(self._machines[node][1], signal.SIGKILL)

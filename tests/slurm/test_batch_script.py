@@ -8,19 +8,19 @@ import pytest
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
-@pytest.mark.parametrize("nodes", [1, 3])
-def test_one_rank_a_task_on_as_many_nodes_as_allocated(sbatch, nodes):
-    job = sbatch(nodes=nodes)
-    ready = job.wait_ready(num_ranks=nodes)
-    for rank, said in enumerate(ready):
-        assert said.startswith(
-            f"n{rank + 1} RankInfo(rank={rank}, local_rank=0, world_size={nodes}, local_world_size=1)"
-        )
+@pytest.mark.parametrize(("nodes", "tasks"), [(1, 1), (2, 2), (3, 1)])
+def test_one_task_a_rank_on_as_many_nodes_as_allocated(sbatch, nodes, tasks):
+    size = nodes * tasks
+    job = sbatch(f"trainer.n_gpus_per_node={tasks}", nodes=nodes, options=(f"--ntasks-per-node={tasks}",))
+    for rank, said in enumerate(job.wait_ready(num_ranks=size)):
+        node, local = divmod(rank, tasks)
+        expected = f"n{node + 1} RankInfo(rank={rank}, local_rank={local}, world_size={size}, local_world_size={tasks})"
+        assert said.startswith(expected)
         job.end(rank, 0)
     assert job.wait()["JobState"] == "COMPLETED"
     logs = job.run_dir / "logs" / f"slurm-{job.number}"
-    expected = {"batch.log", *(f"node-n{i + 1}.0.log" for i in range(nodes))}
-    assert {file.name for file in logs.iterdir()} == expected
+    found = {file.name for file in logs.iterdir()}
+    assert found == {"batch.log", *(f"node-n{i + 1}.0.log" for i in range(nodes))}
     assert "ended with exit code 0" in (logs / "batch.log").read_text()
 
 
@@ -61,6 +61,18 @@ def test_a_preempted_job_makes_way_and_comes_back(sbatch, cluster):
     assert cluster.wait_job(urgent)["JobState"] == "COMPLETED"
     job.wait_ready(restart=1)
     assert "stopped after a checkpoint; requeued" in job.log()
+
+
+def test_a_job_preempted_without_warning_comes_back_too(sbatch, cluster):
+    with cluster.settings("SlurmctldParameters=preempt_send_user_signal", ""):
+        job = sbatch(options=("--exclusive",))
+        job.wait_ready()
+        urgent = cluster.run(
+            "sbatch", "--parsable", "-p", "high", "-N3", "--exclusive", "-o", "/dev/null", "--wrap", "true"
+        ).strip()
+        assert cluster.wait_job(urgent)["JobState"] == "COMPLETED"
+        job.wait_ready(restart=1)
+    assert "pre-empted without warning; requeued" in job.log()
 
 
 def test_requeueing_ends_at_the_users_limit(sbatch):
