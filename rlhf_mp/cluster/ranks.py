@@ -4,7 +4,9 @@ import socket
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from rlhf_mp.errors import ConfigError, Problem
 
@@ -34,6 +36,10 @@ class Ranks:
         values = [None] * self.num_ranks
         dist.all_gather_object(values, value)
         return values
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """All ranks' small tensors added in the order of ranks, so alike on every rank."""
+        return torch.stack(self.gather(tensor)).sum(0)
 
 
 def check_shared(run_dir: Path, ranks: Ranks) -> None:
