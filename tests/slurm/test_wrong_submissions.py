@@ -10,11 +10,11 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 LIMIT_S = 30
 
 
-def refused(job, exit_code: int = 2) -> str:
+def refused(job, exit_code: int = 2, limit_s: float = LIMIT_S) -> str:
     """The log of a job that ended soon."""
     began = time.monotonic()
-    ended = job.wait(60)
-    assert time.monotonic() - began < LIMIT_S
+    ended = job.wait(2 * limit_s)
+    assert time.monotonic() - began < limit_s
     assert (ended["JobState"], ended["ExitCode"]) == ("FAILED", f"{exit_code}:0"), job.log()
     assert not (job.run_dir / "ready.0.0").exists()
     return job.log()
@@ -83,7 +83,7 @@ def test_a_node_that_is_dead_at_the_start(sbatch, cluster):
     cluster.power_off("n3")
     try:
         job = sbatch(nodes=3, environ={"SLURM_RESTART_COUNT": "9"})  # it would requeue itself otherwise
-        log = refused(job, exit_code=75)
+        log = refused(job, exit_code=75, limit_s=60)  # 13 s; Slurm's own time-outs grow on a busy machine
     finally:
         cluster.power_on("n3")
         cluster.wait_idle(60)
