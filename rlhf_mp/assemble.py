@@ -14,6 +14,7 @@ from rlhf_mp.checkpoint import model_identity
 from rlhf_mp.cluster.guard import Guard
 from rlhf_mp.cluster.ranks import Ranks
 from rlhf_mp.cluster.services import Services
+from rlhf_mp.cluster.stop_request import StopRequest
 from rlhf_mp.config.checkpoint_folder import trained_facts
 from rlhf_mp.config.load import config_to_dict
 from rlhf_mp.config.schema import RunConfig
@@ -58,6 +59,7 @@ class Job:
     services: Services
     device: torch.device
     guard: Guard
+    stop_request: StopRequest
     on_hang: Callable[[str], None]  # says why, and ends this process
 
 
@@ -96,6 +98,7 @@ def make_trainer(job: Job) -> Trainer:
         packed=job.config.actor_rollout_ref.model.use_remove_padding,
         sum_over_ranks=job.ranks.sum,
         counts=actor.layout.is_output_rank,
+        stop_requested=job.stop_request.made,
         best=Best(knobs.best_metric, knobs.best_mode) if knobs.best_metric else None,
     )
     trainer.resume()
@@ -175,7 +178,7 @@ def make_transport(job: Job) -> Transport:
         case "tensor":
             return TensorTransport(workers, job.ranks.gather, on_cpu)
         case "distributed":
-            return DistributedTransport(workers, "127.0.0.1", on_cpu)
+            return DistributedTransport(workers, job.services.hosts[0].address, on_cpu)
         case "disk":
             return DiskTransport(job.guard.run_dir / "weights", job.ranks.rank == 0)
 
