@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from rlhf_mp.algorithms.base import make_algorithm, updates_per_step
+from rlhf_mp.algorithms.base import make_algorithm
 from rlhf_mp.checkpoint import model_identity
 from rlhf_mp.cluster.guard import Guard
 from rlhf_mp.cluster.ranks import Ranks
@@ -57,7 +57,7 @@ def make_trainer(job: Job) -> Trainer:
     knobs, algorithm, facts = job.config.trainer, make_algorithm(job.config), job.services.facts()
     torch.manual_seed(knobs.seed + job.ranks.rank)
     num_steps = knobs.total_training_steps or knobs.total_epochs * facts.steps_per_epoch
-    actor = make_actor(job.config, job.device, num_steps * updates_per_step(job.config))
+    actor = make_actor(job.config, job.device, num_steps * job.config.updates_per_step)
     reference = make_reference(job.config, job.device) if algorithm.needs_reference else None
     trainer = Trainer(
         schedule=Schedule(num_steps, knobs.test_freq, knobs.save_freq, knobs.val_before_train),
@@ -70,6 +70,7 @@ def make_trainer(job: Job) -> Trainer:
         log=MetricLog([], reduce_over_ranks),
         watch=lambda phase: watched(job, phase),
         has_validation=facts.num_validation > 0,
+        sum_over_ranks=lambda x: job.ranks.sum(x, counts=actor.layout.is_output_rank),
         counts=actor.layout.is_output_rank,
     )
     trainer.resume()

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 
@@ -30,3 +31,11 @@ class Ranks:
         values = [None] * self.num_ranks
         dist.all_gather_object(values, value)
         return values
+
+    def sum(self, value: torch.Tensor, *, counts: bool) -> torch.Tensor:
+        """Of the ranks that count, added in their order: the same digits on every rank.
+
+        Args:
+            counts: False where another rank has the same data, as a part of the same model.
+        """
+        return torch.stack([x for x in self.gather(value.cpu() if counts else None) if x is not None]).sum(0)

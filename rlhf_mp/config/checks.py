@@ -5,7 +5,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import asdict
 from importlib.util import find_spec
 
-from rlhf_mp.config import megatron_checks
+from rlhf_mp.config import algorithm_checks, megatron_checks
 from rlhf_mp.config.schema import ActorConfig, DeepSpeedConfig, RunConfig
 from rlhf_mp.errors import Problem
 
@@ -21,6 +21,7 @@ def written_problems(config: RunConfig, given: AbstractSet[str]) -> Iterator[Pro
     """
     yield from _written_actor_problems(config, given)
     yield from megatron_checks.written_problems(config)
+    yield from algorithm_checks.written_problems(config)
     trainer = config.trainer
     if config.data.system_prompt and not config.data.apply_chat_template:
         yield Problem(
@@ -68,6 +69,7 @@ def _written_actor_problems(config: RunConfig, given: AbstractSet[str]) -> Itera
 def cross_problems(config: RunConfig) -> Iterator[Problem]:
     """Rules that need two knobs of a config whose derived knobs are filled in."""
     yield from _batch_problems(config)
+    yield from algorithm_checks.algorithm_problems(config)
     yield from _length_problems(config)
     yield from _actor_problems(config)
     yield from _engine_problems(config)
@@ -91,13 +93,6 @@ def _batch_problems(config: RunConfig) -> Iterator[Problem]:
             f"fewer prompts than the {ranks} ranks that get data of their own; "
             "the responses to one prompt stay on one rank, so some would have nothing to train on",
             f"{ACTOR}.ppo_mini_batch_size={ranks}, or fewer ranks",
-        )
-    if config.algorithm.adv_estimator == "grpo" and policy.rollout.n < 2:
-        yield Problem(
-            f"{ROLLOUT}.n",
-            policy.rollout.n,
-            "GRPO compares the responses to one prompt; a single one has advantage 0",
-            f"{ROLLOUT}.n=8",
         )
 
 

@@ -76,7 +76,6 @@ def job_of(config: RunConfig, machine: Machine) -> planned.Job:
     if not actor.use_dynamic_bsz:
         tokens = actor.ppo_micro_batch_size_per_gpu * sequence
     model = policy.model
-    updates = data.train_batch_size // actor.ppo_mini_batch_size * actor.ppo_epochs
     return planned.Job(
         model=find_model(model.path),  # by its name, where it is not downloaded yet
         layout=_layout(config),
@@ -90,9 +89,9 @@ def job_of(config: RunConfig, machine: Machine) -> planned.Job:
         gpu=machine.gpu,
         algorithm="grpo",
         precision=_precision(config),
-        reference=actor.use_kl_loss,
+        reference=config.needs_reference,
         reference_offload=policy.ref.fsdp_config.param_offload,
-        scores_old_policy=updates > 1,
+        scores_old_policy=config.needs_old_logprobs,
         engine=_engine(config, sequence, on_gpu=machine.gpu is not None),
         bucket_bytes=policy.weight_sync.bucket_mb * 1e6,
         host_memory=machine.host_memory,

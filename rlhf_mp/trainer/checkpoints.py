@@ -80,6 +80,7 @@ class RunCheckpoints:
             "model": self.identity,
             "num_ranks": self.ranks.num_ranks,
             "data": trainer.rollouts.state_dict(trainer.step),
+            "algorithm": trainer.algorithm.state_dict(),
         }
 
     def load_newest(self, trainer: Trainer) -> None:
@@ -95,6 +96,7 @@ class RunCheckpoints:
         trainer.actor.load(folder / "actor")
         torch.set_rng_state(torch.load(folder / f"rng_{self.ranks.rank}.pt", weights_only=True))
         trainer.rollouts.load_state_dict(state["data"])
+        trainer.algorithm.load_state_dict(state["algorithm"])
         trainer.step = state["step"]
         self.say(f"resumed from {folder} at step {trainer.step}")
 

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from rlhf_mp.algorithms.base import Algorithm
+from rlhf_mp.algorithms.normalize import SumOverRanks, only_rank
 from rlhf_mp.data.collate import collate
 from rlhf_mp.data.types import SampleText, Share, Sums, TokenBatch
 from rlhf_mp.observe.memory import peak_memory
@@ -62,6 +63,7 @@ class Trainer:
     log: MetricLog
     watch: Callable[[Phase], AbstractContextManager[None]]  # a phase that hangs is reported
     has_validation: bool
+    sum_over_ranks: SumOverRanks = only_rank
     counts: bool = True  # False where another rank holds the same data, as a part of the same model
     step: int = 0
     last_grad_norm: float = field(default=0.0, init=False)
@@ -95,7 +97,7 @@ class Trainer:
         batch = collate(share.trajectories)
         with self.phase(Phase.score):
             self.score(batch, share.score_rows)
-        batch.advantages = self.algorithm.advantages(batch.rewards, batch.group_ids, batch.mask)
+            self.count(self.algorithm.estimate(batch, self.sum_over_ranks))
         with self.phase(Phase.train):
             for minibatch in share.minibatches:
                 micro_batches = [batch.select(rows) for rows in minibatch.micro_batches]
