@@ -13,6 +13,7 @@ from rlhf_mp.algorithms.masked import PerToken, masked
 from rlhf_mp.algorithms.normalize import NORMALIZATIONS, SumOverRanks, moments, only_rank
 from rlhf_mp.algorithms.reward_kl import RewardKl
 from rlhf_mp.algorithms.token_advantages import on_last_token
+from rlhf_mp.algorithms.value_loss import make_value_loss
 from rlhf_mp.config.algorithm import AlgorithmConfig, Needs
 from rlhf_mp.config.schema import ActorConfig, RunConfig
 from rlhf_mp.data.types import LossFn, Sums, TokenBatch
@@ -108,4 +109,5 @@ def make_algorithm(config: RunConfig) -> Algorithm:
         needs_old_logprobs=config.needs_old_logprobs,
         needs_reference=config.needs_reference,
         reward_kl=RewardKl(settings) if settings.use_kl_in_reward else None,
+        value_loss=make_value_loss(config.critic) if config.critic.enable else None,
     )

@@ -82,12 +82,12 @@ def unmet_needs(config: RunConfig, needs: Needs) -> Iterator[Problem]:
             f"{estimator} compares the responses to one prompt; a single one has advantage 0",
             f"{ROLLOUT}.n=8, or algorithm.adv_estimator=reinforce_plus_plus",
         )
-    if needs.critic:
+    if needs.critic and not config.critic.enable:
         yield Problem(
             "algorithm.adv_estimator",
             estimator,
-            "needs the values of a critic, and there is none",
-            "algorithm.adv_estimator=grpo",
+            f"needs the values of a critic, and critic.enable={str(config.critic.enable).lower()}",
+            "critic.enable=true, or algorithm.adv_estimator=grpo",
         )
 
 

@@ -1,6 +1,6 @@
 """What is planned: models, layouts, batches and the engine, as plain data. Everything else follows from these."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from rlhf_mp.planner.hardware import Gpu
@@ -160,13 +160,26 @@ class Job:
     reference_offload: bool = False
     scores_old_policy: bool = True
     critic: ModelShape | None = None
+    critic_layout: Layout | None = None  # None: the actor's, as are its batch and precision
+    critic_batch: Batch | None = None
+    critic_precision: Precision | None = None
     reward_model: ModelShape | None = None
     reward_offload: bool = False
     engine: Engine | None = None
-    bucket_bytes: float = 256e6  # moved at once in a weight swap
+    bucket_bytes: float = 256e6  # two buffers of a weight swap
     host_memory: float | None = None  # bytes of one machine; None: not judged
     ranks_per_node: int = 8
     workload: "Workload | None" = None
+
+    @property
+    def of_critic(self) -> "Job":
+        """The same job as its critic meets it: in its own layout, batch and precision."""
+        return replace(
+            self,
+            layout=self.critic_layout or self.layout,
+            batch=self.critic_batch or self.batch,
+            precision=self.critic_precision or self.precision,
+        )
 
 
 @dataclass(frozen=True)

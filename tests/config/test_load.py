@@ -154,7 +154,7 @@ def test_a_misplaced_section_is_told_key_by_key(tmp_path):
 @pytest.mark.parametrize(
     ("text", "key", "reason"),
     [
-        ("critic: {optim: {lr: 1e-5}}", "critic", "no critic"),
+        ("reward_model: {enable: true}", "reward_model", "no reward model"),
         ("data: {truncation: left}", "data.truncation", "never cut"),
     ],
 )

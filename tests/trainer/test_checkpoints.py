@@ -16,6 +16,7 @@ from rlhf_mp.errors import CheckpointError
 from rlhf_mp.trainer.checkpoints import RunCheckpoints
 
 MODEL = {"hidden_size": 64, "vocab_size": 96}
+TRAINED = {"actor_rollout_ref.actor.strategy": "deepspeed", "critic.strategy": "megatron"}
 
 
 class Actor:
@@ -58,12 +59,17 @@ class Algorithm:
 
 
 def trainer(step: int = 0, weight: int = 0, rank: int = 0) -> SimpleNamespace:
-    return SimpleNamespace(step=step, actor=Actor(weight, rank), rollouts=Rollouts(), algorithm=Algorithm(step))
+    actor, critic = Actor(weight, rank), Actor(-weight, rank)
+    trained = {"actor": actor, "critic": critic}
+    return SimpleNamespace(
+        step=step, actor=actor, critic=critic, trained=trained, rollouts=Rollouts(), algorithm=Algorithm(step)
+    )
 
 
 def checkpoints(run_dir: Path, ranks: Any = None, **changed: Any) -> RunCheckpoints:
     said = []
     knobs = {"keep": 2, "resume_from": None, "resume": True, "identity": MODEL, "export": None, "say": said.append}
+    knobs["trained"] = TRAINED
     made = RunCheckpoints(run_dir, ranks or Ranks(0, 1), **knobs | changed)
     made.said = said
     return made
@@ -88,7 +94,8 @@ def steps(run_dir: Path) -> list[int]:
 def test_a_run_continues_where_its_newest_checkpoint_stands(tmp_path):
     save(tmp_path, 3, 6)
     fresh, said = resumed(tmp_path)
-    assert (fresh.step, fresh.actor.weight, fresh.rollouts.loaded) == (6, 106, {"batch": 60})
+    assert (fresh.step, fresh.actor.weight, fresh.critic.weight) == (6, 106, -106)
+    assert fresh.rollouts.loaded == {"batch": 60}
     assert fresh.algorithm.state == {"kl_ctrl": {"coef": 0.1 / 7}}  # to the last digit
     assert said == [f"resumed from {checkpoint.folder_of(tmp_path, 6)} at step 6"]
 
@@ -179,6 +186,19 @@ def test_another_number_of_ranks_is_refused(tmp_path):
         resumed(tmp_path, ranks=Ranks(0, 4))
 
 
+@pytest.mark.parametrize(
+    ("now", "reason"),
+    [
+        (TRAINED | {"critic.strategy": "deepspeed"}, "critic.strategy = megatron, this run has deepspeed"),
+        ({"actor_rollout_ref.actor.strategy": "deepspeed"}, "critic.strategy = megatron, this run has nothing"),
+    ],
+)
+def test_other_backends_and_another_set_of_models_are_refused(tmp_path, now, reason):
+    save(tmp_path, 3)
+    with pytest.raises(CheckpointError, match=f"was written with {reason}\n    fix: "):
+        resumed(tmp_path, trained=now)
+
+
 def test_an_export_lies_in_the_checkpoint_and_is_protected_with_it(tmp_path):
     def export(folder: Path) -> None:
         folder.mkdir()
@@ -267,7 +287,7 @@ def test_a_checkpoint_holds_what_every_rank_wrote_and_each_gets_its_own_back(tmp
     assert on_two_ranks(write) == [None, None]
     folder = checkpoint.folder_of(tmp_path, 3)
     assert {str(f.relative_to(folder)) for f in folder.rglob("*_?*") if f.is_file()} == {
-        "actor/rank_0", "actor/rank_1", "rng_0.pt", "rng_1.pt",
+        "actor/rank_0", "actor/rank_1", "critic/rank_0", "critic/rank_1", "rng_0.pt", "rng_1.pt",
     }  # fmt: skip
     assert [*checkpoint.damage(folder, checksums=True)] == []  # nothing was sealed before all had written
     assert on_two_ranks(read) == [(3, 10, {"batch": 30}), (3, 11, {"batch": 30})]
