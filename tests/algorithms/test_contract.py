@@ -127,3 +127,16 @@ def test_every_registered_loss_keeps_the_contract(name):
     terms = policy_losses[name](logprobs, batch, actor)
     assert terms.loss.shape == batch.mask.shape and terms.loss.requires_grad
     assert all(x.shape == batch.mask.shape for x in terms.metrics.values())
+
+
+def test_the_example_keeps_the_contract():
+    own = "examples.own_algorithm"
+    made = make_algorithm(config(f"{own}:above_median", f"{own}:positive_only"))
+    assert made.needs == Needs(min_responses=2, normalize="whiten")
+
+
+def test_gae_is_trained_with_a_critic_whose_loss_comes_with_it():
+    made = config("gae")
+    made.critic.enable = True
+    assert make_algorithm(made).value_loss is not None and make_algorithm(made).needs_critic
+    assert make_algorithm(config()).value_loss is None
