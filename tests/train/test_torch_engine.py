@@ -263,7 +263,6 @@ def test_the_reference_stays_where_it_started(path, batch):
 def test_extremes_of_micro_batches_are_kept_and_empty_ones_say_nothing():
     sums = MetricSums()
     for largest, smallest, count in [(0.0, 0.0, 0), (-3.0, -3.0, 1), (-1.0, -1.0, 1), (5.0, 5.0, 0)]:
-        sums.add(
-            {name: (torch.tensor(x), torch.tensor(count)) for name, x in (("r_max", largest), ("r_min", smallest))}
-        )
+        pairs = {"r_max": largest, "r_min": smallest}
+        sums.add({name: (torch.tensor(x), torch.tensor(count)) for name, x in pairs.items()})
     assert sums.result() == {"r_max": (-1.0, 1.0), "r_min": (-3.0, 1.0)}
