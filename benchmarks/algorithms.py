@@ -138,7 +138,8 @@ def page(text: str, measured_on: Mapping[str, Any], accuracy: float) -> str:
 
 PAGE = """# Algorithms on the quickstart's task
 
-Made by `python -m benchmarks.algorithms`, {date}, commit `{git_commit}`, on {machine[num_cores]} cores of {machine[cpu]}.
+Made by `python -m benchmarks.algorithms`, {date}, commit `{git_commit}`,
+on {machine[num_cores]} cores of {machine[cpu]}.
 Steps and seconds of training until the greedy accuracy on held-out additions is {accuracy:g}; `{config}` with only
 these words changed, the same learning rate and seed for all:
 
