@@ -72,8 +72,7 @@ def prepare() -> None:
     """Make the quickstart's model and data unless they are there."""
     from rlhf_mp.quickstart import main as make_quickstart
 
-    if not (ROOT / "runs" / "quickstart" / "val.jsonl").exists():
-        make_quickstart(["--out", str(ROOT / "runs" / "quickstart")])
+    make_quickstart(["--out", str(ROOT / "runs" / "quickstart")])
 
 
 def measure(name: str, steps: int, test_freq: int, accuracy: float, master_port: int) -> dict[str, Any]:
