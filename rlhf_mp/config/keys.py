@@ -1,5 +1,6 @@
 """The dotted keys of the schema, as typed on the command line, and the key that a misspelt one probably meant."""
 
+import json
 import types
 from collections.abc import Iterator
 from dataclasses import Field, fields, is_dataclass
@@ -28,7 +29,6 @@ FAMILIAR = {
 
 ABSENT = {
     "critic": ("advantages come from comparing a group's responses; there is no critic", "remove the section"),
-    "reward_model": ("rewards are functions of the text; there is no reward model", "remove it and set reward.name"),
     "algorithm.gamma": ("a response has one reward, at its end; nothing is discounted", "remove it"),
     "algorithm.lam": ("it belongs to a critic, and there is none", "remove it"),
     "algorithm.use_kl_in_reward": (
@@ -126,3 +126,8 @@ def describe(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(map(str, get_args(kind)))
     return {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}[kind]
+
+
+def typed(key: str, value: Any) -> str:
+    """``key=value`` as one types it."""
+    return f"{key}={value if isinstance(value, str) else json.dumps(value)}"
