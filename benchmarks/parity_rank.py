@@ -16,6 +16,7 @@ from rlhf_mp.config.schema import ActorConfig, DeepSpeedConfig, MegatronConfig, 
 from rlhf_mp.data.collate import collate
 from rlhf_mp.data.partition import Cut, plan_step
 from rlhf_mp.data.types import Trajectory
+from rlhf_mp.models.heads import PolicyHead
 from rlhf_mp.models.hf import DTYPES, load_causal_lm
 from rlhf_mp.train import megatron_cpu
 from rlhf_mp.train.accumulate import ForwardSettings
@@ -63,7 +64,7 @@ def actor_config(**own: Any) -> ActorConfig:
 
 
 def settings(autocast: torch.dtype | None = None) -> ForwardSettings:
-    return ForwardSettings(CPU, temperature=1.0, entropy_grad=False, offload_activations=False, autocast=autocast)
+    return ForwardSettings(CPU, PolicyHead(), autocast=autocast)
 
 
 def train(engine: TrainEngine, actor: ActorConfig, num_steps: int) -> dict[str, Any]:

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from rlhf_mp.config.schema import ActorConfig, DeepSpeedConfig, OffloadConfig
 from rlhf_mp.data.types import TokenBatch, Totals
+from rlhf_mp.models.heads import PolicyHead
 from rlhf_mp.models.hf import DTYPES, load_causal_lm
 from rlhf_mp.train.accumulate import ForwardSettings
 from rlhf_mp.train.deepspeed_engine import DeepSpeedEngine, init_distributed
 
-SETTINGS = ForwardSettings(torch.device("cpu"), temperature=1.0, entropy_grad=False, offload_activations=False)
+SETTINGS = ForwardSettings(torch.device("cpu"), PolicyHead())
 REDUCE_BUCKET = 200_000
 CASES = [
     (stage, parameters, optimizer)

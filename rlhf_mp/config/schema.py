@@ -125,12 +125,23 @@ class MegatronConfig:
 
 
 @dataclass
-class ActorConfig:
-    """The policy's updates."""
+class TrainedConfig:
+    """How one trained model is held and stepped, whatever it is trained for."""
 
     strategy: Literal["deepspeed", "megatron", "torch"] = knob(
         "deepspeed", "training backend; torch: one process, the reference implementation"
     )
+    grad_clip: float = knob(1.0, "global gradient norm; 0: no clipping", ge=0)
+    optim: OptimConfig = section(OptimConfig)
+    fsdp_config: OffloadConfig = section(OffloadConfig)
+    deepspeed: DeepSpeedConfig = section(DeepSpeedConfig)
+    megatron: MegatronConfig = section(MegatronConfig)
+
+
+@dataclass
+class ActorConfig(TrainedConfig):
+    """The policy's updates."""
+
     ppo_mini_batch_size: int = knob(256, "prompts per optimizer step", ge=1)
     ppo_epochs: int = knob(1, "passes over each step's samples", ge=1)
     use_dynamic_bsz: bool = knob(True, "cut micro-batches by tokens instead of by sequences")
@@ -149,11 +160,6 @@ class ActorConfig:
     use_kl_loss: bool = knob(False, "keep close to the reference model by a loss term")
     kl_loss_coef: float = knob(0.001, "weight of that term", ge=0)
     kl_loss_type: Literal["k1", "k2", "k3"] = knob("k3", "registered estimator of the divergence")
-    grad_clip: float = knob(1.0, "global gradient norm; 0: no clipping", ge=0)
-    optim: OptimConfig = section(OptimConfig)
-    fsdp_config: OffloadConfig = section(OffloadConfig)
-    deepspeed: DeepSpeedConfig = section(DeepSpeedConfig)
-    megatron: MegatronConfig = section(MegatronConfig)
 
 
 @dataclass

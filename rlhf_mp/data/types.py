@@ -50,6 +50,8 @@ class TokenBatch:
     old_logprobs: Float[Tensor, "B T"] | None = None
     ref_logprobs: Float[Tensor, "B T"] | None = None
     advantages: Float[Tensor, "B T"] | None = None
+    values: Float[Tensor, "B T"] | None = None  # the critic's, of the state each token is drawn from
+    returns: Float[Tensor, "B T"] | None = None  # what those values are trained towards
 
     def select(self, rows: list[int]) -> "TokenBatch":
         """Some rows, trimmed to the longest of them. No rows gives one sequence that counts for nothing."""
@@ -110,11 +112,27 @@ class Share:
 
 @dataclass(frozen=True)
 class PolicyOutput:
-    """What a loss sees of the model; logits never leave the engine."""
+    """What a loss sees of a policy; logits never leave the engine."""
 
     logprobs: Float[Tensor, "B T"]  # of the batch's own tokens, after temperature; requires grad
     entropy: Float[Tensor, "B T"]  # of the distribution each token was drawn from, in nats
 
 
-LossFn = Callable[[PolicyOutput, TokenBatch, Totals], tuple[Float[Tensor, ""], dict[str, tuple[Tensor, Tensor]]]]
+@dataclass(frozen=True)
+class ValueOutput:
+    """What a loss sees of a critic."""
+
+    values: Float[Tensor, "B T"]  # V(tokens before t), the state that token t is drawn from; requires grad
+
+
+@dataclass(frozen=True)
+class RewardOutput:
+    """What a loss sees of a reward model."""
+
+    rewards: Float[Tensor, "B"]  # read off each sequence's last token; requires grad
+
+
+Output = PolicyOutput | ValueOutput | RewardOutput
+
+LossFn = Callable[[Output, TokenBatch, Totals], tuple[Float[Tensor, ""], dict[str, tuple[Tensor, Tensor]]]]
 """(model output, micro-batch, counts of the mini-batch) -> (its part of the loss, metrics as (sum, count))."""

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from jaxtyping import Float
 from torch import Tensor
 
 from rlhf_mp.data.types import LossFn, Sums, TokenBatch, Totals
@@ -25,8 +24,13 @@ class Scorer(Protocol):
 
     layout: ParallelLayout
 
-    def score(self, micro_batches: Sequence[TokenBatch]) -> list[Float[Tensor, "B T"]]:
-        """Log-probs of each micro-batch's tokens, without gradient, on CPU, 0 at t = 0 and on padding."""
+    def score(self, micro_batches: Sequence[TokenBatch]) -> list[Tensor]:
+        """What the model's head says of each micro-batch, without gradient, on CPU.
+
+        Returns:
+            Log-probs of a policy and values of a critic: [B T], 0 at t = 0 and on padding; rewards of a reward
+            model: [B].
+        """
         ...
 
 

@@ -16,7 +16,7 @@ from deepspeed.utils import logger as deepspeed_logger
 from torch import Tensor, nn
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
-from rlhf_mp.config.schema import ActorConfig, OffloadConfig
+from rlhf_mp.config.schema import OffloadConfig, TrainedConfig
 from rlhf_mp.data.types import LossFn, Sums, TokenBatch, Totals
 from rlhf_mp.errors import CheckpointError
 from rlhf_mp.train import accumulate
@@ -61,11 +61,11 @@ class DeepSpeedScorer:
         self,
         build: Callable[[], nn.Module],
         settings: ForwardSettings,
-        actor: ActorConfig,
+        trained: TrainedConfig,
         fsdp: OffloadConfig,
         dtype: str,
     ):
-        config = score_config(actor, fsdp, dtype=dtype)
+        config = score_config(trained, fsdp, dtype=dtype)
         with _partitioned(config):
             module = build().requires_grad_(False)
         self.engine, *_ = deepspeed.initialize(model=module, config=config)
@@ -78,13 +78,18 @@ class DeepSpeedScorer:
 
 
 class DeepSpeedEngine:
-    """The actor. Every rank must call every method, in the same order, with equally many micro-batches."""
+    """A trained model. Every rank must call every method, in the same order, with equally many micro-batches."""
 
     def __init__(
-        self, build: Callable[[], nn.Module], settings: ForwardSettings, actor: ActorConfig, num_steps: int, dtype: str
+        self,
+        build: Callable[[], nn.Module],
+        settings: ForwardSettings,
+        trained: TrainedConfig,
+        num_steps: int,
+        dtype: str,
     ):
-        config = train_config(actor, dtype=dtype, on_cpu=settings.device.type == "cpu")
-        factor = learning_rate_factor(actor.optim, num_steps)
+        config = train_config(trained, dtype=dtype, on_cpu=settings.device.type == "cpu")
+        factor = learning_rate_factor(trained.optim, num_steps)
         with _partitioned(config):
             module = build()
         self.engine, *_ = deepspeed.initialize(

@@ -28,6 +28,8 @@ class ModelInput:
     packed: PackedSeqParams | None
     restore: Callable[[Float[Tensor, "b s"]], Float[Tensor, "B T"]]
     """From values of ``targets`` to values of the batch's own tokens, 0 where none was predicted. Differentiable."""
+    at_last: Callable[[Float[Tensor, "b s"]], Float[Tensor, "B"]]
+    """From values of ``tokens`` to the one of each row's last token. Differentiable."""
 
 
 def padded(batch: TokenBatch, context_group: dist.ProcessGroup, multiple: int) -> ModelInput:
@@ -51,8 +53,12 @@ def padded(batch: TokenBatch, context_group: dist.ProcessGroup, multiple: int) -
     def restore(values: Tensor) -> Tensor:
         return F.pad(whole(values)[:, : width - 1], (1, 0))
 
+    def at_last(values: Tensor) -> Tensor:
+        last = batch.lengths.clamp(max=width) - 1
+        return whole(values).gather(1, last[:, None])[:, 0]
+
     positions = own.expand(len(tokens), -1).contiguous()
-    return ModelInput(tokens[:, own].contiguous(), targets[:, own], positions, None, restore)
+    return ModelInput(tokens[:, own].contiguous(), targets[:, own], positions, None, restore, at_last)
 
 
 def packed(batch: TokenBatch, multiple: int) -> ModelInput:
@@ -80,9 +86,10 @@ def packed(batch: TokenBatch, multiple: int) -> ModelInput:
     def restore(values: Tensor) -> Tensor:
         return values.new_zeros(rows * width).index_copy(0, destination, values[0, source]).view(rows, width)
 
+    last = starts[:-1] + torch.tensor(lengths, device=device) - 1
     longest = max(slots)
     params = PackedSeqParams("thd", starts, starts, max_seqlen_q=longest, max_seqlen_kv=longest)
-    return ModelInput(tokens, targets, positions, params, restore)
+    return ModelInput(tokens, targets, positions, params, restore, lambda values: values[0, last])
 
 
 class _GatherPositions(torch.autograd.Function):

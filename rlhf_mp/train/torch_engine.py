@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from rlhf_mp.config.schema import ActorConfig
+from rlhf_mp.config.schema import TrainedConfig
 from rlhf_mp.data.types import LossFn, Sums, TokenBatch, Totals
 from rlhf_mp.train import accumulate
 from rlhf_mp.train.accumulate import ForwardSettings, MetricSums
@@ -30,11 +30,11 @@ class TorchScorer:
 class TorchEngine(TorchScorer):
     """The same model, trained with AdamW."""
 
-    def __init__(self, module: nn.Module, settings: ForwardSettings, actor: ActorConfig, num_steps: int):
+    def __init__(self, module: nn.Module, settings: ForwardSettings, trained: TrainedConfig, num_steps: int):
         super().__init__(module, settings)
         self.module.train()
-        optim = actor.optim
-        self.grad_clip = actor.grad_clip
+        optim = trained.optim
+        self.grad_clip = trained.grad_clip
         self.optimizer = torch.optim.AdamW(
             self.module.parameters(),
             lr=optim.lr,

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from rlhf_mp.config.schema import ActorConfig, MegatronConfig, ModelConfig, OptimConfig
 from rlhf_mp.data.types import TokenBatch, Totals
+from rlhf_mp.models.heads import PolicyHead
 from rlhf_mp.models.hf import load_causal_lm
 from rlhf_mp.train import megatron_cpu
 from rlhf_mp.train.accumulate import ForwardSettings
@@ -24,7 +25,7 @@ from rlhf_mp.train.megatron_engine import MegatronEngine, MegatronScorer, init_d
 
 NUM_STEPS = 10
 CPU = torch.device("cpu")
-SETTINGS = ForwardSettings(CPU, temperature=0.7, entropy_grad=True, offload_activations=False)
+SETTINGS = ForwardSettings(CPU, PolicyHead(0.7, entropy_grad=True))
 OPTIM = {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.01, "lr_warmup_steps": 3, "lr_scheduler_type": "cosine"}
 # A bias of keys hardly changes attention: its gradient is mostly rounding, which a small epsilon makes a full step.
 OPTIM["eps"] = 1e-6

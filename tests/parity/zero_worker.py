@@ -10,13 +10,14 @@ import torch.distributed as dist
 
 from rlhf_mp.config.schema import ActorConfig, DeepSpeedConfig, OffloadConfig, OptimConfig
 from rlhf_mp.data.types import TokenBatch, Totals
+from rlhf_mp.models.heads import PolicyHead
 from rlhf_mp.models.hf import load_causal_lm
 from rlhf_mp.train.accumulate import ForwardSettings
 from rlhf_mp.train.deepspeed_engine import DeepSpeedEngine, DeepSpeedScorer, init_distributed
 from rlhf_mp.train.torch_engine import TorchEngine
 
 NUM_STEPS = 10
-SETTINGS = ForwardSettings(torch.device("cpu"), temperature=0.7, entropy_grad=True, offload_activations=False)
+SETTINGS = ForwardSettings(torch.device("cpu"), PolicyHead(0.7, entropy_grad=True))
 # Rows each of one or two ranks gets, cut unevenly: rank 1 has a micro-batch less and gets an empty one.
 CUTS = {1: [[[0, 1, 2], [3], [4, 5]]], 2: [[[0, 1], [2], [3]], [[4, 5], [], []]]}
 

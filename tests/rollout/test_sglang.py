@@ -10,6 +10,7 @@ from rlhf_mp.config.schema import ActorConfig
 from rlhf_mp.data.collate import collate
 from rlhf_mp.data.types import Trajectory
 from rlhf_mp.errors import SyncError
+from rlhf_mp.models.heads import PolicyHead
 from rlhf_mp.models.hf import load_causal_lm
 from rlhf_mp.rollout.base import SamplingParams
 from rlhf_mp.rollout.sglang_client import EngineControl, SGLangClient
@@ -30,7 +31,7 @@ BUCKET_BYTES = 400_000  # several buckets for 3 MB of weights
 
 
 def trainer(path: Path, temperature: float = 1.0) -> TorchEngine:
-    settings = ForwardSettings(CPU, temperature=temperature, entropy_grad=False, offload_activations=False)
+    settings = ForwardSettings(CPU, PolicyHead(temperature))
     return TorchEngine(load_causal_lm(str(path), torch.float32), settings, ActorConfig(), num_steps=1)
 
 
