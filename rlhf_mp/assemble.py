@@ -25,7 +25,7 @@ from rlhf_mp.observe.watchdog import watch
 from rlhf_mp.phase import Phase
 from rlhf_mp.rollout.sglang_client import EngineControl
 from rlhf_mp.train.base import TrainEngine
-from rlhf_mp.train.build import make_actor, make_reference
+from rlhf_mp.train.build import make_actor, make_reference, trained_head
 from rlhf_mp.trainer.checkpoints import RunCheckpoints
 from rlhf_mp.trainer.trainer import Schedule, Trainer
 from rlhf_mp.weights.base import Transport, WeightSync
@@ -43,7 +43,7 @@ class Job:
 
     config: RunConfig
     ranks: Ranks
-    services: Services
+    services: Services | None  # None for tasks that sample nothing
     device: torch.device
     guard: Guard
     on_hang: Callable[[str], None]  # says why, and ends this process
@@ -145,11 +145,11 @@ def make_checkpoints(job: Job, actor: TrainEngine) -> RunCheckpoints:
 
 
 def export(job: Job, actor: TrainEngine, folder: Path) -> None:
-    """Collective. Write the actor as a Hugging Face checkpoint."""
+    """Collective. Write the trained model as a Hugging Face checkpoint."""
     weights = actor.weights()
     if job.ranks.rank == 0:
         model = job.config.actor_rollout_ref.model
-        save_checkpoint(weights, model.path, folder, DTYPES[model.dtype])
+        save_checkpoint(weights, model.path, folder, DTYPES[model.dtype], trained_head(job.config).saved_config)
     else:
         for _ in weights:  # gathering them takes all ranks
             pass

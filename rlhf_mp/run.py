@@ -77,6 +77,7 @@ def start_and(work: Callable[["Job", "Trainer"], None], config: RunConfig, info:
         os.environ["DS_ACCELERATOR"] = "cpu"  # otherwise DeepSpeed looks for a GPU and warns that there is none
 
     from rlhf_mp.assemble import Job, make_trainer
+    from rlhf_mp.assemble_supervised import make_supervised_trainer
     from rlhf_mp.cluster.placement import place
     from rlhf_mp.cluster.ranks import Ranks
     from rlhf_mp.cluster.services import Services
@@ -94,14 +95,17 @@ def start_and(work: Callable[["Job", "Trainer"], None], config: RunConfig, info:
             print(f"removed {lock}: a run was killed while it compiled")
     join_ranks(config, device)
     ranks = Ranks(info.rank, info.world_size)
-    services = Services(
-        config,
-        place(config, on_cpu),
-        ranks,
-        guard.run_dir / "logs",
-        guard.tmp,
-        on_end=lambda what, how, log: leave(guard, EXIT_FAILED, what, how, log, witnessed=True),
-    )
+    samples = config.trainer.task == "rl"
+    services = None
+    if samples:
+        services = Services(
+            config,
+            place(config, on_cpu),
+            ranks,
+            guard.run_dir / "logs",
+            guard.tmp,
+            on_end=lambda what, how, log: leave(guard, EXIT_FAILED, what, how, log, witnessed=True),
+        )
     job = Job(
         config,
         ranks,
@@ -110,8 +114,9 @@ def start_and(work: Callable[["Job", "Trainer"], None], config: RunConfig, info:
         guard=guard,
         on_hang=lambda message: leave(guard, EXIT_FAILED, f"rank {info.rank}", message, guard.log),
     )
-    work(job, make_trainer(job))
-    services.stop()
+    work(job, make_trainer(job) if samples else make_supervised_trainer(job))
+    if services is not None:
+        services.stop()
     if dist.is_initialized():
         dist.destroy_process_group()
 

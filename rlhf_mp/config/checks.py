@@ -111,8 +111,10 @@ def _length_problems(config: RunConfig) -> Iterator[Problem]:
     longest = config.data.max_length
     what = f"data.max_prompt_length + data.max_response_length = {longest}"
     if actor.use_dynamic_bsz:
-        together = 2 * longest if config.trainer.task in task_checks.PAIRS else longest
-        reason = f"a pair may be longer, twice {longest}" if together > longest else f"one sequence may be longer: {what}"
+        together = task_checks.sequences_per_example(config.trainer.task) * longest
+        reason = (
+            f"a pair may be longer, twice {longest}" if together > longest else f"one sequence may be longer: {what}"
+        )
         for name in ("ppo_max_token_len_per_gpu", "log_prob_max_token_len_per_gpu"):
             if getattr(actor, name) < together:
                 fix = f"{ACTOR}.{name}={together}, or shorter sequences"

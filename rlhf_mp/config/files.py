@@ -16,7 +16,7 @@ def file_problems(config: RunConfig, world_size: int | None) -> Iterator[Problem
         world_size: ranks that the launcher started; None where nothing was launched (``--check``).
     """
     yield from model_problems(config)
-    yield from data_problems(config.data)
+    yield from data_problems(config)
     yield from checkpoint_problems(config)
     if world_size is not None and world_size != config.trainer.num_ranks:
         yield _wrong_rank_count(config, world_size)

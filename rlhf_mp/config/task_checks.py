@@ -46,6 +46,11 @@ ACTS_IN = {
 """Keys, or sections, that do not act in every task."""
 
 
+def sequences_per_example(task: str) -> int:
+    """Rows of a batch that one example of a task without rl becomes."""
+    return 2 if task in PAIRS else 1
+
+
 def acts_in(key: str) -> set[str]:
     """The tasks in which a knob, or else its section, acts."""
     parts = key.split(".")
@@ -122,7 +127,10 @@ def without_rl_problems(config: RunConfig) -> Iterator[Problem]:
     for name in ("ppo_micro_batch_size_per_gpu", "log_prob_micro_batch_size_per_gpu"):
         if not actor.use_dynamic_bsz and getattr(actor, name) < 2:
             yield Problem(
-                f"{ACTOR}.{name}", getattr(actor, name), "the two responses of a pair stay together", f"{ACTOR}.{name}=2"
+                f"{ACTOR}.{name}",
+                getattr(actor, name),
+                "the two responses of a pair stay together",
+                f"{ACTOR}.{name}=2",
             )
 
 

@@ -46,6 +46,7 @@ def plan_step(
     ppo_epochs: int,
     train_cut: Cut,
     score_cut: Cut,
+    whole_groups: bool = False,
 ) -> list[RankPlan]:
     """Cut a step for all ranks, the same way wherever it is called.
 
@@ -54,6 +55,7 @@ def plan_step(
         mask_counts: tokens of each trajectory that the policy chose.
         group_ids: mini-batches take groups in order of appearance, so the order of prompts decides.
         ppo_epochs: how often the list of mini-batches is repeated.
+        whole_groups: keep a group in one micro-batch too, in its own order.
 
     Raises:
         ValueError: a mini-batch has fewer groups than there are ranks, or a row is longer than ``max_tokens``.
@@ -63,15 +65,21 @@ def plan_step(
     groups = rows_of_groups(group_ids)
     chunks = [groups[i : i + groups_per_minibatch] for i in range(0, len(groups), groups_per_minibatch)]
     shares = [balance(chunk, lengths, num_ranks) for chunk in chunks]  # [mini-batch][rank] -> rows
-    cuts = [cut_equally(share, lengths, train_cut) for share in shares]  # [mini-batch][rank] -> micro-batches
+    units = rows_of_groups(group_ids if whole_groups else range(len(group_ids)))  # what stays in one micro-batch
+    unit_of = {rows[0]: rows for rows in units}
+
+    def cut(rows_by_rank: Sequence[list[int]], by: Cut) -> list[list[list[int]]]:
+        return cut_equally([[unit_of[row] for row in rows if row in unit_of] for rows in rows_by_rank], lengths, by)
+
+    cuts = [cut(share, train_cut) for share in shares]  # [mini-batch][rank] -> micro-batches
     totals = [count(chunk, mask_counts) for chunk in chunks]
 
     rows_by_rank = [[row for share in shares for row in share[rank]] for rank in range(num_ranks)]
-    score_cuts = cut_equally(rows_by_rank, lengths, score_cut)
+    score_cuts = cut(rows_by_rank, score_cut)
     plans = []
     for rank, rows in enumerate(rows_by_rank):
         local = {row: i for i, row in enumerate(rows)}
-        minibatches = [MiniBatch(relabel(cut[rank], local), total) for cut, total in zip(cuts, totals, strict=True)]
+        minibatches = [MiniBatch(relabel(c[rank], local), total) for c, total in zip(cuts, totals, strict=True)]
         plans.append(RankPlan(rows, relabel(score_cuts[rank], local), minibatches * ppo_epochs))
     return plans
 
@@ -100,25 +108,34 @@ def balance(groups: Sequence[list[int]], lengths: Sequence[int], num_ranks: int)
     return rows
 
 
-def cut_equally(rows_by_rank: Sequence[list[int]], lengths: Sequence[int], cut: Cut) -> list[list[list[int]]]:
+def cut_equally(units_by_rank: Sequence[list[list[int]]], lengths: Sequence[int], cut: Cut) -> list[list[list[int]]]:
     """Micro-batches of every rank, as many on each: empty ones are added where fewer are needed."""
-    micro_batches = [cut_rows(rows, lengths, cut) for rows in rows_by_rank]
+    micro_batches = [cut_rows(units, lengths, cut) for units in units_by_rank]
     most = max(len(mine) for mine in micro_batches)
     return [mine + [[] for _ in range(most - len(mine))] for mine in micro_batches]
 
 
-def cut_rows(rows: Sequence[int], lengths: Sequence[int], cut: Cut) -> list[list[int]]:
-    """Micro-batches of rows of similar length, the longest first: if memory runs out, it does so at once."""
+def cut_rows(units: Sequence[list[int]], lengths: Sequence[int], cut: Cut) -> list[list[int]]:
+    """Micro-batches of rows of similar length, the longest first: if memory runs out, it does so at once.
+
+    Args:
+        units: rows that stay together.
+    """
+
+    def longest(rows: list[int]) -> int:
+        return max(lengths[row] for row in rows)
+
     micro_batches: list[list[int]] = []
-    for row in sorted(rows, key=lambda row: -lengths[row]):
-        if not cut.allows(1, lengths[row]):
-            raise ValueError(
-                f"trajectory {row} has {lengths[row]} tokens, more than the {cut.max_tokens} of a micro-batch"
-            )
-        if micro_batches and cut.allows(len(micro_batches[-1]) + 1, lengths[micro_batches[-1][0]]):
-            micro_batches[-1].append(row)
+    for unit in sorted(units, key=lambda unit: -longest(unit)):
+        if not cut.allows(len(unit), longest(unit)):
+            others = f" and {len(unit) - 1} that stay with it" if len(unit) > 1 else ""
+            limit = f"{cut.max_sequences} sequences" if cut.max_tokens is None else f"the {cut.max_tokens}"
+            what = f"trajectory {unit[0]}{others} has {longest(unit)} tokens"
+            raise ValueError(f"{what}, more than {limit} of a micro-batch")
+        if micro_batches and cut.allows(len(micro_batches[-1]) + len(unit), longest(micro_batches[-1])):
+            micro_batches[-1] += unit
         else:
-            micro_batches.append([row])
+            micro_batches.append([*unit])
     return micro_batches
 
 

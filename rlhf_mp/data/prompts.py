@@ -16,6 +16,7 @@ class Tokenizer(Protocol):
     """What is used of a Hugging Face tokenizer."""
 
     chat_template: str | None
+    eos_token_id: int | None
 
     def apply_chat_template(self, conversation: list[dict[str, str]], **options: Any) -> Any: ...
     def __call__(self, text: list[str], *, add_special_tokens: bool) -> Any: ...

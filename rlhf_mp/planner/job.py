@@ -152,7 +152,7 @@ class Job:
     layout: Layout
     batch: Batch
     gpu: Gpu | None = None  # None: everything is in host memory
-    algorithm: Literal["sft", "grpo", "ppo"] = "grpo"
+    algorithm: Literal["sft", "dpo", "reward_model", "grpo", "ppo"] = "grpo"
     precision: Precision = BF16
     kernels: Kernels = EAGER
     adapter: Adapter | None = None
@@ -167,6 +167,15 @@ class Job:
     host_memory: float | None = None  # bytes of one machine; None: not judged
     ranks_per_node: int = 8
     workload: "Workload | None" = None
+
+    @property
+    def num_actor_params(self) -> int:
+        """Of the model that is trained: a reward model has one output in place of a vocabulary."""
+        return self.model.num_params_scalar_head if self.algorithm == "reward_model" else self.model.num_params
+
+    @property
+    def has_scoring(self) -> bool:
+        return self.algorithm not in ("sft", "reward_model")
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rlhf_mp.config.schema import RunConfig
+from rlhf_mp.config.task_checks import sequences_per_example
 from rlhf_mp.errors import ConfigError, Problem
 from rlhf_mp.planner import job as planned
 from rlhf_mp.planner.amount import MIB, gib
@@ -71,11 +72,11 @@ def job_of(config: RunConfig, machine: Machine) -> planned.Job:
         ConfigError: the model's config.json is missing, incomplete or of an unknown architecture.
     """
     policy, data, trainer = config.actor_rollout_ref, config.data, config.trainer
-    actor, sequence = policy.actor, data.max_prompt_length + data.max_response_length
+    actor, sequence, task = policy.actor, data.max_length, trainer.task
     tokens = actor.ppo_max_token_len_per_gpu
     if not actor.use_dynamic_bsz:
         tokens = actor.ppo_micro_batch_size_per_gpu * sequence
-    model = policy.model
+    model, samples = policy.model, task == "rl"
     updates = data.train_batch_size // actor.ppo_mini_batch_size * actor.ppo_epochs
     return planned.Job(
         model=find_model(model.path),  # by its name, where it is not downloaded yet
@@ -88,18 +89,20 @@ def job_of(config: RunConfig, machine: Machine) -> planned.Job:
             activation_offload=model.enable_activation_offload,
         ),
         gpu=machine.gpu,
-        algorithm="grpo",
+        algorithm="grpo" if samples else task,
         precision=_precision(config),
-        reference=actor.use_kl_loss,
+        reference=actor.use_kl_loss if samples else task == "dpo",
         reference_offload=policy.ref.fsdp_config.param_offload,
-        scores_old_policy=updates > 1,
-        engine=_engine(config, sequence, on_gpu=machine.gpu is not None),
+        scores_old_policy=samples and updates > 1,
+        reward_model=find_model(config.reward_model.model.path) if config.reward_model.enable else None,
+        reward_offload=config.reward_model.fsdp_config.param_offload,
+        engine=_engine(config, sequence, on_gpu=machine.gpu is not None) if samples else None,
         bucket_bytes=policy.weight_sync.bucket_mb * 1e6,
         host_memory=machine.host_memory,
         ranks_per_node=trainer.n_gpus_per_node,
         workload=planned.Workload(
             prompts=data.train_batch_size,
-            responses=policy.rollout.n,
+            responses=policy.rollout.n if samples else sequences_per_example(task),
             prompt_tokens=data.max_prompt_length,
             response_tokens=data.max_response_length,
             epochs=actor.ppo_epochs,
@@ -109,9 +112,12 @@ def job_of(config: RunConfig, machine: Machine) -> planned.Job:
 
 def _mini_batch_tokens(config: RunConfig, sequence: int) -> int:
     """Tokens of one rank's share of a mini-batch, at full length; a group is never split."""
-    actor, n = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
-    prompts = -(-actor.ppo_mini_batch_size // config.data_parallel_size)
-    return prompts * n * sequence
+    actor, n, prompts = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n, config.data.train_batch_size
+    if config.trainer.task == "rl":
+        prompts = actor.ppo_mini_batch_size
+    else:
+        n = sequences_per_example(config.trainer.task)
+    return -(-prompts // config.data_parallel_size) * n * sequence
 
 
 def _precision(config: RunConfig) -> planned.Precision:

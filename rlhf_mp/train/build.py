@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from rlhf_mp.config.schema import ModelConfig, OffloadConfig, RunConfig, TrainedConfig
-from rlhf_mp.models.heads import Head, PolicyHead
+from rlhf_mp.models.heads import Head, PolicyHead, RewardHead
 from rlhf_mp.models.hf import DTYPES
 from rlhf_mp.train.accumulate import ForwardSettings
 from rlhf_mp.train.base import Scorer, TrainEngine
@@ -83,9 +83,15 @@ def policy_head(config: RunConfig) -> PolicyHead:
     return PolicyHead(policy.rollout.temperature, entropy_grad=policy.actor.entropy_coeff > 0)
 
 
+def trained_head(config: RunConfig) -> Head:
+    """What the model that ``trainer.task`` trains ends in."""
+    return RewardHead() if config.trainer.task == "reward_model" else policy_head(config)
+
+
 def make_actor(config: RunConfig, device: torch.device, num_updates: int) -> TrainEngine:
+    """The model that is trained: in trainer.task=reward_model it is the reward model."""
     policy = config.actor_rollout_ref
-    return make_engine(policy.model, policy.actor, policy_head(config), device, num_updates)
+    return make_engine(policy.model, policy.actor, trained_head(config), device, num_updates)
 
 
 def make_reference(config: RunConfig, device: torch.device) -> Scorer:

@@ -79,7 +79,7 @@ class RunCheckpoints:
             "step": trainer.step,  # the weight version is the same number
             "model": self.identity,
             "num_ranks": self.ranks.num_ranks,
-            "data": trainer.rollouts.state_dict(trainer.step),
+            "data": trainer.data_state(),
         }
 
     def load_newest(self, trainer: Trainer) -> None:
@@ -94,7 +94,7 @@ class RunCheckpoints:
         folder, state = found
         trainer.actor.load(folder / "actor")
         torch.set_rng_state(torch.load(folder / f"rng_{self.ranks.rank}.pt", weights_only=True))
-        trainer.rollouts.load_state_dict(state["data"])
+        trainer.load_data_state(state["data"])
         trainer.step = state["step"]
         self.say(f"resumed from {folder} at step {trainer.step}")
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -22,6 +22,8 @@ class Rollouts(Protocol):
     def fetch(self, step: int) -> Share: ...
     def publish(self, version: int) -> None: ...
     def evaluate(self) -> tuple[Sums, list[SampleText]]: ...
+    def state_dict(self, step: int) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class Swap(Protocol):
@@ -69,6 +71,13 @@ class Trainer:
     def resume(self) -> None:
         """Continue where the newest checkpoint stands, if there is one."""
         self.checkpoints.load_newest(self)
+
+    def data_state(self) -> dict[str, Any]:
+        """Where the data stands once ``step`` steps are done."""
+        return self.rollouts.state_dict(self.step)
+
+    def load_data_state(self, state: dict[str, Any]) -> None:
+        self.rollouts.load_state_dict(state)
 
     def train(self) -> None:
         """Train from where it stands to the last step."""

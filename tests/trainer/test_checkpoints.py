@@ -4,7 +4,6 @@ import os
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,21 +30,21 @@ class Actor:
         self.weight = int((directory / f"rank_{self.rank}").read_text())
 
 
-class Rollouts:
+class Trainer:
     """Knows where the data stands after each step."""
 
-    def __init__(self):
-        self.loaded = None
+    def __init__(self, step: int, actor: Actor):
+        self.step, self.actor, self.loaded = step, actor, None
 
-    def state_dict(self, step: int) -> dict[str, Any]:
-        return {"batch": 10 * step}
+    def data_state(self) -> dict[str, Any]:
+        return {"batch": 10 * self.step}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_data_state(self, state: dict[str, Any]) -> None:
         self.loaded = state
 
 
-def trainer(step: int = 0, weight: int = 0, rank: int = 0) -> SimpleNamespace:
-    return SimpleNamespace(step=step, actor=Actor(weight, rank), rollouts=Rollouts())
+def trainer(step: int = 0, weight: int = 0, rank: int = 0) -> Trainer:
+    return Trainer(step, Actor(weight, rank))
 
 
 def checkpoints(run_dir: Path, ranks: Any = None, **changed: Any) -> RunCheckpoints:
@@ -62,7 +61,7 @@ def save(run_dir: Path, *steps: int, **changed: Any) -> None:
         made.save(trainer(step, weight=100 + step))
 
 
-def resumed(run_dir: Path, **changed: Any) -> tuple[SimpleNamespace, list[str]]:
+def resumed(run_dir: Path, **changed: Any) -> tuple[Trainer, list[str]]:
     made, fresh = checkpoints(run_dir, **changed), trainer()
     made.load_newest(fresh)
     return fresh, made.said
@@ -75,7 +74,7 @@ def steps(run_dir: Path) -> list[int]:
 def test_a_run_continues_where_its_newest_checkpoint_stands(tmp_path):
     save(tmp_path, 3, 6)
     fresh, said = resumed(tmp_path)
-    assert (fresh.step, fresh.actor.weight, fresh.rollouts.loaded) == (6, 106, {"batch": 60})
+    assert (fresh.step, fresh.actor.weight, fresh.loaded) == (6, 106, {"batch": 60})
     assert said == [f"resumed from {checkpoint.folder_of(tmp_path, 6)} at step 6"]
 
 
@@ -90,7 +89,7 @@ def test_random_numbers_continue_too(tmp_path):
 
 def test_without_a_checkpoint_a_run_starts_at_the_beginning(tmp_path):
     fresh, said = resumed(tmp_path)
-    assert (fresh.step, fresh.rollouts.loaded, said) == (0, None, [])
+    assert (fresh.step, fresh.loaded, said) == (0, None, [])
 
 
 def test_disable_starts_over_and_leaves_what_is_there(tmp_path):
@@ -248,7 +247,7 @@ def test_a_checkpoint_holds_what_every_rank_wrote_and_each_gets_its_own_back(tmp
     def read(ranks: ThreadRanks) -> tuple[int, int, Any]:
         fresh = trainer(rank=ranks.rank)
         checkpoints(tmp_path, ranks).load_newest(fresh)
-        return fresh.step, fresh.actor.weight, fresh.rollouts.loaded
+        return fresh.step, fresh.actor.weight, fresh.loaded
 
     assert on_two_ranks(write) == [None, None]
     folder = checkpoint.folder_of(tmp_path, 3)
