@@ -14,8 +14,10 @@ from rlhf_mp.checkpoint import model_identity
 from rlhf_mp.cluster.guard import Guard
 from rlhf_mp.cluster.ranks import Ranks
 from rlhf_mp.cluster.services import Services
+from rlhf_mp.config.checkpoint_folder import trained_facts
 from rlhf_mp.config.load import config_to_dict
 from rlhf_mp.config.schema import RunConfig
+from rlhf_mp.models.heads import ValueHead
 from rlhf_mp.models.hf import DTYPES, save_checkpoint
 from rlhf_mp.observe.console import ConsoleSink
 from rlhf_mp.observe.metrics import MetricLog
@@ -25,7 +27,7 @@ from rlhf_mp.observe.watchdog import watch
 from rlhf_mp.phase import Phase
 from rlhf_mp.rollout.sglang_client import EngineControl
 from rlhf_mp.train.base import TrainEngine
-from rlhf_mp.train.build import make_actor, make_reference, trained_head
+from rlhf_mp.train.build import make_actor, make_critic, make_reference, trained_head
 from rlhf_mp.trainer.checkpoints import RunCheckpoints
 from rlhf_mp.trainer.trainer import Schedule, Trainer
 from rlhf_mp.weights.base import Transport, WeightSync
@@ -57,19 +59,26 @@ def make_trainer(job: Job) -> Trainer:
     knobs, algorithm, facts = job.config.trainer, make_algorithm(job.config), job.services.facts()
     torch.manual_seed(knobs.seed + job.ranks.rank)
     num_steps = knobs.total_training_steps or knobs.total_epochs * facts.steps_per_epoch
-    actor = make_actor(job.config, job.device, num_steps * updates_per_step(job.config))
+    epochs, warmup = job.config.actor_rollout_ref.actor.ppo_epochs, knobs.critic_warmup
+    updates = updates_per_step(job.config)
+    actor = make_actor(job.config, job.device, (num_steps - warmup) * updates)
+    critic = None
+    if job.config.critic.enable:
+        critic = make_critic(job.config, job.device, num_steps * updates // epochs * job.config.critic.ppo_epochs)
     reference = make_reference(job.config, job.device) if algorithm.needs_reference else None
     trainer = Trainer(
-        schedule=Schedule(num_steps, knobs.test_freq, knobs.save_freq, knobs.val_before_train),
+        schedule=Schedule(num_steps, knobs.test_freq, knobs.save_freq, knobs.val_before_train, warmup),
         actor=actor,
+        critic=critic,
         reference=reference,
         algorithm=algorithm,
         rollouts=job.services.client.with_share(actor.layout.dp_rank),
         swap=make_swap(job),
-        checkpoints=make_checkpoints(job, actor),
+        checkpoints=make_checkpoints(job, {"actor": actor} | ({"critic": critic} if critic else {})),
         log=MetricLog([], reduce_over_ranks),
         watch=lambda phase: watched(job, phase),
         has_validation=facts.num_validation > 0,
+        sum_over_ranks=job.ranks.sum,
         counts=actor.layout.is_output_rank,
     )
     trainer.resume()
@@ -130,7 +139,7 @@ def make_transport(job: Job) -> Transport:
             return DiskTransport(job.guard.run_dir / "weights", job.ranks.rank == 0)
 
 
-def make_checkpoints(job: Job, actor: TrainEngine) -> RunCheckpoints:
+def make_checkpoints(job: Job, trained: dict[str, TrainEngine]) -> RunCheckpoints:
     knobs = job.config.trainer
     return RunCheckpoints(
         job.guard.run_dir,
@@ -139,21 +148,28 @@ def make_checkpoints(job: Job, actor: TrainEngine) -> RunCheckpoints:
         resume_from=Path(knobs.resume_from_path) if knobs.resume_mode == "resume_path" else None,
         resume=knobs.resume_mode != "disable",
         identity=model_identity(Path(job.config.actor_rollout_ref.model.path)),
-        export=(lambda folder: export(job, actor, folder)) if knobs.save_hf == "always" else None,
+        trained=trained_facts(job.config),
+        export=(lambda folder: export(job, trained, folder)) if knobs.save_hf == "always" else None,
         say=print,
     )
 
 
-def export(job: Job, actor: TrainEngine, folder: Path) -> None:
-    """Collective. Write the trained model as a Hugging Face checkpoint."""
-    weights = actor.weights()
-    if job.ranks.rank == 0:
-        model = job.config.actor_rollout_ref.model
-        save_checkpoint(weights, model.path, folder, DTYPES[model.dtype], trained_head(job.config).saved_config)
-    else:
-        for _ in weights:  # gathering them takes all ranks
-            pass
-    job.ranks.barrier()
+def export(job: Job, trained: dict[str, TrainEngine], folder: Path) -> None:
+    """Collective. Write the trained model as a Hugging Face checkpoint, and the critic beside it."""
+    config = job.config
+    sources = {
+        "actor": (config.actor_rollout_ref.model, trained_head(config), folder),
+        "critic": (config.critic.model, ValueHead(), folder.with_name(f"{folder.name}_critic")),
+    }
+    for name, engine in trained.items():
+        model, head, place = sources[name]
+        weights = engine.weights()
+        if job.ranks.rank == 0:
+            save_checkpoint(weights, model.path, place, DTYPES[model.dtype], head.saved_config)
+        else:
+            for _ in weights:  # gathering them takes all ranks
+                pass
+        job.ranks.barrier()
 
 
 def make_sinks(job: Job, num_steps: int, steps_done: int) -> list[Sink]:

@@ -32,7 +32,7 @@ def make_supervised_trainer(job: Job) -> SupervisedTrainer:
         reference=make_reference(config, job.device) if task.needs_reference else None,
         batches=batches,
         validation=batches.share(validation.examples) if validation.examples else None,
-        checkpoints=make_checkpoints(job, engine),
+        checkpoints=make_checkpoints(job, {"actor": engine}),
         log=MetricLog([], reduce_over_ranks),
         watch=lambda phase: watched(job, phase),
         counts=engine.layout.is_output_rank,

@@ -31,7 +31,7 @@ def train_to_the_end(job: "Job", trainer: "Trainer") -> None:
 
     trainer.train()
     if job.config.trainer.save_hf != "never":
-        export(job, trainer.actor, job.guard.run_dir / "huggingface")
+        export(job, trainer.trained, job.guard.run_dir / "huggingface")
     trainer.log.close()
     if job.ranks.rank == 0:
         finish(job.config, job.guard.run_dir)
@@ -141,6 +141,8 @@ def finish(config: RunConfig, run_dir: Path) -> None:
         paths["checkpoint"] = str(saved[0])
     if config.trainer.save_hf != "never":
         paths["hf"] = str(run_dir / "huggingface")
+        if config.critic.enable:
+            paths["hf_critic"] = str(run_dir / "huggingface_critic")
     records = read_jsonl(run_dir / "metrics.jsonl")
     summary = write_summary(run_dir / "summary.json", records, config=config_to_dict(config), paths=paths)
     print("\n" + before_after_table(summary))

@@ -2,11 +2,11 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rlhf_mp.config.schema import RunConfig
-from rlhf_mp.data.partition import Cut, RankPlan, plan_step
+from rlhf_mp.data.partition import Cut, Cuts, RankPlan, plan_step
 from rlhf_mp.data.prompts import Prompt, PromptOrder
 from rlhf_mp.data.types import SampleText, Share, Sums, Trajectory
 from rlhf_mp.rewards.base import Reward
@@ -40,6 +40,18 @@ def cuts(config: RunConfig) -> tuple[Cut, Cut]:
         return Cut(max_tokens=actor.ppo_max_token_len_per_gpu), Cut(max_tokens=actor.log_prob_max_token_len_per_gpu)
     train, score = actor.ppo_micro_batch_size_per_gpu, actor.log_prob_micro_batch_size_per_gpu
     return Cut(max_sequences=train), Cut(max_sequences=score)
+
+
+def critic_cuts(config: RunConfig) -> Cuts | None:
+    """The same for the critic; None where there is none."""
+    critic = config.critic
+    if not critic.enable:
+        return None
+    if config.actor_rollout_ref.actor.use_dynamic_bsz:
+        train, score = critic.ppo_max_token_len_per_gpu, critic.forward_max_token_len_per_gpu
+        return Cuts(Cut(max_tokens=train), Cut(max_tokens=score), critic.ppo_epochs)
+    train, score = critic.ppo_micro_batch_size_per_gpu, critic.forward_micro_batch_size_per_gpu
+    return Cuts(Cut(max_sequences=train), Cut(max_sequences=score), critic.ppo_epochs)
 
 
 class RolloutScheduler:
@@ -137,9 +149,13 @@ class RolloutScheduler:
             ppo_epochs=actor.ppo_epochs,
             train_cut=train_cut,
             score_cut=score_cut,
+            critic=critic_cuts(self.config),
         )
-        shares = [Share([trajectories[row] for row in plan.rows], plan.score_rows, plan.minibatches) for plan in plans]
-        shares[0] = Share(shares[0].trajectories, shares[0].score_rows, shares[0].minibatches, metrics, samples)
+        shares = [
+            Share([trajectories[row] for row in plan.rows], plan.score_rows, plan.minibatches, critic=plan.critic)
+            for plan in plans
+        ]
+        shares[0] = replace(shares[0], metrics=metrics, samples=samples)
         return shares
 
     def _texts(self, prompts: Sequence[Prompt], groups: Sequence[Sequence[Trajectory]]) -> list[SampleText]:

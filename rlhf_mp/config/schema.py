@@ -137,6 +137,11 @@ class TrainedConfig:
     deepspeed: DeepSpeedConfig = section(DeepSpeedConfig)
     megatron: MegatronConfig = section(MegatronConfig)
 
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that get the same data, as parts of one model."""
+        return self.megatron.model_parallel_size if self.strategy == "megatron" else 1
+
 
 @dataclass
 class ActorConfig(TrainedConfig):
@@ -233,6 +238,39 @@ class ActorRolloutRefConfig:
 
 
 @dataclass
+class CriticModelConfig(ModelConfig):
+    """The critic's checkpoint and how it is held; a head for values is added where it has none."""
+
+    path: str | None = knob(None, "Hugging Face checkpoint folder; unset: the actor's")
+    dtype: Literal["float32", "bfloat16"] | None = knob(None, "of weights and activations; unset: the actor's")
+    enable_gradient_checkpointing: bool | None = knob(
+        None, "recompute activations in the backward pass; unset: as the actor does"
+    )
+
+
+@dataclass
+class CriticConfig(TrainedConfig):
+    """The model of values, and its updates. Its mini-batches are the actor's."""
+
+    enable: bool | None = knob(None, "unset: where algorithm.adv_estimator needs values (gae)")
+    strategy: Literal["deepspeed", "megatron", "torch"] | None = knob(None, "training backend; unset: the actor's")
+    model: CriticModelConfig = section(CriticModelConfig)
+    ppo_epochs: int | None = knob(None, "passes over each step's samples; unset: the actor's", ge=1)
+    ppo_max_token_len_per_gpu: int | None = knob(
+        None, "padded tokens per training micro-batch (actor.use_dynamic_bsz); unset: the actor's", ge=1
+    )
+    ppo_micro_batch_size_per_gpu: int | None = knob(
+        None, "sequences per training micro-batch (not actor.use_dynamic_bsz); unset: the actor's", ge=1
+    )
+    forward_max_token_len_per_gpu: int | None = knob(None, "the same for forward-only passes; unset: ppo_...", ge=1)
+    forward_micro_batch_size_per_gpu: int | None = knob(None, "the same for forward-only passes; unset: ppo_...", ge=1)
+    cliprange_value: float = knob(0.5, "how far an update may move a value before its gradient ends", gt=0)
+    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = knob(
+        "token-mean", "how per-token losses become one number"
+    )
+
+
+@dataclass
 class AlgorithmConfig:
     """What turns rewards into advantages."""
 
@@ -288,6 +326,7 @@ class TrainerConfig:
     total_training_steps: int | None = knob(None, "stop after so many steps; unset: total_epochs", ge=1)
     test_freq: int = knob(-1, "validate every so many steps; -1: only at start and end", ge=-1)
     val_before_train: bool = knob(True, "validate before the first step")
+    critic_warmup: int = knob(0, "first steps in which only the critic is updated", ge=0)
     save_freq: int = knob(-1, "checkpoint every so many steps; -1: only at the end", ge=-1)
     max_actor_ckpt_to_keep: int = knob(2, "older checkpoints are removed", ge=1)
     save_hf: Literal["last", "always", "never"] = knob("last", "write a Hugging Face checkpoint too")
@@ -311,6 +350,7 @@ class RunConfig:
 
     data: DataConfig = section(DataConfig)
     actor_rollout_ref: ActorRolloutRefConfig = section(ActorRolloutRefConfig)
+    critic: CriticConfig = section(CriticConfig)
     algorithm: AlgorithmConfig = section(AlgorithmConfig)
     reward: RewardConfig = section(RewardConfig)
     reward_model: RewardModelConfig = section(RewardModelConfig)
@@ -318,7 +358,23 @@ class RunConfig:
     trainer: TrainerConfig = section(TrainerConfig)
 
     @property
+    def trained(self) -> "list[TrainedModel]":
+        """The actor, and the critic where there is one."""
+        policy, critic = self.actor_rollout_ref, self.critic
+        actor = TrainedModel("actor_rollout_ref.actor", policy.actor, "actor_rollout_ref.model", policy.model)
+        return [actor] + [TrainedModel("critic", critic, "critic.model", critic.model)] * (critic.enable is True)
+
+    @property
     def data_parallel_size(self) -> int:
         """How many ranks get data of their own; the others hold parts of the same model."""
-        actor = self.actor_rollout_ref.actor
-        return self.trainer.num_ranks // (actor.megatron.model_parallel_size if actor.strategy == "megatron" else 1)
+        return self.trainer.num_ranks // max(trained.updates.model_parallel_size for trained in self.trained)
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """One of the models that a run trains, with the keys that its sections are written under."""
+
+    key: str
+    updates: TrainedConfig
+    model_key: str
+    model: ModelConfig

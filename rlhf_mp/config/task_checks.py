@@ -17,6 +17,8 @@ PAIRS = {"dpo", "reward_model"}
 RL, WITHOUT_RL, EVERY = {"rl"}, {"sft", "dpo", "reward_model"}, {"rl", "sft", "dpo", "reward_model"}
 ACTS_IN = {
     "algorithm": RL,
+    "critic": RL,
+    "trainer.critic_warmup": RL,
     "reward": RL,
     "reward_model": RL,
     "dpo": {"dpo"},

@@ -7,7 +7,7 @@ all ranks (R3); every rank gets equally many micro-batches, because each forward
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlhf_mp.data.types import MiniBatch, Totals
+from rlhf_mp.data.types import MiniBatch, Passes, Totals
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,22 @@ class Cut:
 
 
 @dataclass(frozen=True)
+class Cuts:
+    """How a model beside the actor goes over the same rows."""
+
+    train: Cut
+    score: Cut
+    epochs: int
+
+
+@dataclass(frozen=True)
 class RankPlan:
     """One data-parallel rank's part of a step."""
 
     rows: list[int]  # its trajectories, as indices of the step's list
     score_rows: list[list[int]]  # forward-only micro-batches, as indices of ``rows``
     minibatches: list[MiniBatch]  # also as indices of ``rows``
+    critic: Passes | None = None
 
 
 def plan_step(
@@ -46,6 +56,7 @@ def plan_step(
     ppo_epochs: int,
     train_cut: Cut,
     score_cut: Cut,
+    critic: Cuts | None = None,
     whole_groups: bool = False,
 ) -> list[RankPlan]:
     """Cut a step for all ranks, the same way wherever it is called.
@@ -55,6 +66,7 @@ def plan_step(
         mask_counts: tokens of each trajectory that the policy chose.
         group_ids: mini-batches take groups in order of appearance, so the order of prompts decides.
         ppo_epochs: how often the list of mini-batches is repeated.
+        critic: it gets the actor's mini-batches, cut by itself.
         whole_groups: keep a group in one micro-batch too, in its own order.
 
     Raises:
@@ -65,23 +77,33 @@ def plan_step(
     groups = rows_of_groups(group_ids)
     chunks = [groups[i : i + groups_per_minibatch] for i in range(0, len(groups), groups_per_minibatch)]
     shares = [balance(chunk, lengths, num_ranks) for chunk in chunks]  # [mini-batch][rank] -> rows
+    totals = [count(chunk, mask_counts) for chunk in chunks]
+
+    rows_by_rank = [[row for share in shares for row in share[rank]] for rank in range(num_ranks)]
+    local = [{row: i for i, row in enumerate(rows)} for rows in rows_by_rank]
+
     units = rows_of_groups(group_ids if whole_groups else range(len(group_ids)))  # what stays in one micro-batch
     unit_of = {rows[0]: rows for rows in units}
 
     def cut(rows_by_rank: Sequence[list[int]], by: Cut) -> list[list[list[int]]]:
         return cut_equally([[unit_of[row] for row in rows if row in unit_of] for rows in rows_by_rank], lengths, by)
 
-    cuts = [cut(share, train_cut) for share in shares]  # [mini-batch][rank] -> micro-batches
-    totals = [count(chunk, mask_counts) for chunk in chunks]
+    def passes(of: Cuts) -> list[Passes]:
+        scored = cut(rows_by_rank, of.score)
+        cuts = [cut(share, of.train) for share in shares]  # [mini-batch][rank] -> micro-batches
+        found = []
+        for rank in range(num_ranks):
+            parts = (relabel(of_ranks[rank], local[rank]) for of_ranks in cuts)
+            minibatches = [MiniBatch(part, total) for part, total in zip(parts, totals, strict=True)]
+            found.append(Passes(relabel(scored[rank], local[rank]), minibatches * of.epochs))
+        return found
 
-    rows_by_rank = [[row for share in shares for row in share[rank]] for rank in range(num_ranks)]
-    score_cuts = cut(rows_by_rank, score_cut)
-    plans = []
-    for rank, rows in enumerate(rows_by_rank):
-        local = {row: i for i, row in enumerate(rows)}
-        minibatches = [MiniBatch(relabel(c[rank], local), total) for c, total in zip(cuts, totals, strict=True)]
-        plans.append(RankPlan(rows, relabel(score_cuts[rank], local), minibatches * ppo_epochs))
-    return plans
+    of_actor = passes(Cuts(train_cut, score_cut, ppo_epochs))
+    of_critic = passes(critic) if critic else [None] * num_ranks
+    return [
+        RankPlan(rows, own.score_rows, own.minibatches, other)
+        for rows, own, other in zip(rows_by_rank, of_actor, of_critic, strict=True)
+    ]
 
 
 def rows_of_groups(group_ids: Sequence[int]) -> list[list[int]]:

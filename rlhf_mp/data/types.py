@@ -90,6 +90,14 @@ class MiniBatch:
 
 
 @dataclass(frozen=True)
+class Passes:
+    """How one model goes over this rank's rows."""
+
+    score_rows: list[list[int]]  # forward-only micro-batches
+    minibatches: list[MiniBatch]  # one optimizer step each, all epochs
+
+
+@dataclass(frozen=True)
 class SampleText:
     """A response as people read it."""
 
@@ -108,6 +116,7 @@ class Share:
     minibatches: list[MiniBatch]
     metrics: Sums = field(default_factory=dict)  # of the whole step; rank 0 only
     samples: list[SampleText] = field(default_factory=list)  # a few texts for the log; rank 0 only
+    critic: Passes | None = None  # the critic's own cuts and epochs, where there is one
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,12 @@
 """What is planned: models, layouts, batches and the engine, as plain data. Everything else follows from these."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from rlhf_mp.planner.hardware import Gpu
 from rlhf_mp.planner.model_shape import ModelShape
 
+Algorithm = Literal["sft", "dpo", "reward_model", "grpo", "ppo"]
 Recompute = Literal["none", "selective", "mlp", "full"]
 
 
@@ -152,7 +153,7 @@ class Job:
     layout: Layout
     batch: Batch
     gpu: Gpu | None = None  # None: everything is in host memory
-    algorithm: Literal["sft", "dpo", "reward_model", "grpo", "ppo"] = "grpo"
+    algorithm: Algorithm = "grpo"
     precision: Precision = BF16
     kernels: Kernels = EAGER
     adapter: Adapter | None = None
@@ -160,6 +161,9 @@ class Job:
     reference_offload: bool = False
     scores_old_policy: bool = True
     critic: ModelShape | None = None
+    critic_layout: Layout | None = None  # None: the actor's, as are its batch and precision
+    critic_batch: Batch | None = None
+    critic_precision: Precision | None = None
     reward_model: ModelShape | None = None
     reward_offload: bool = False
     engine: Engine | None = None
@@ -176,6 +180,16 @@ class Job:
     @property
     def has_scoring(self) -> bool:
         return self.algorithm not in ("sft", "reward_model")
+
+    @property
+    def of_critic(self) -> "Job":
+        """The same job as its critic meets it: in its own layout, batch and precision."""
+        return replace(
+            self,
+            layout=self.critic_layout or self.layout,
+            batch=self.critic_batch or self.batch,
+            precision=self.critic_precision or self.precision,
+        )
 
 
 @dataclass(frozen=True)

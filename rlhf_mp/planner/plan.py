@@ -1,6 +1,6 @@
 """Bytes per GPU and host at every moment of a training step, and whether they fit."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rlhf_mp.phase import Phase
 from rlhf_mp.planner import activations, states
@@ -116,7 +116,6 @@ class _Step:
 
     def __init__(self, job: Job):
         self.job = job
-        self.width = job.precision.activations
         self.resident = self._trainer_states()
         engine = job.engine
         self.engine = engine_terms(job.model, engine, free_at_start(job)) if engine else []
@@ -141,7 +140,7 @@ class _Step:
         job = self.job
         terms = actor_states(job)
         if job.critic:
-            terms += _trained(Role.critic, job.critic, job, job.critic.num_params_scalar_head)
+            terms += _trained(Role.critic, job.critic, job.of_critic, job.critic.num_params_scalar_head)
         frozen = amount(job.precision.weights, "bytes")
         if job.reference:
             weights = frozen.times(job.model.num_params, "parameters")
@@ -155,9 +154,10 @@ class _Step:
         job = self.job
         found = []
 
-        def forward(name: str, role: Role, shape: ModelShape, with_logits: bool) -> None:
+        def forward(name: str, role: Role, shape: ModelShape, job: Job, with_logits: bool) -> None:
+            width = job.precision.activations
             plan = activations.scoring_activations(
-                shape, job.layout, job.batch, job.kernels, self.width, with_logits=with_logits
+                shape, job.layout, job.batch, job.kernels, width, with_logits=with_logits
             )
             gathered = states.gathered_weights(role, shape, job.layout, job.precision)
             found.append(
@@ -165,22 +165,22 @@ class _Step:
             )
 
         if job.scores_old_policy:
-            forward("old log-probs", Role.actor, job.model, True)
+            forward("old log-probs", Role.actor, job.model, job, True)
         if job.reference:
-            forward("reference log-probs", Role.reference, job.model, True)
+            forward("reference log-probs", Role.reference, job.model, job, True)
         if job.critic:
-            forward("values", Role.critic, job.critic, False)
+            forward("values", Role.critic, job.critic, job.of_critic, False)
         if job.reward_model:
-            forward("reward model", Role.reward_model, job.reward_model, False)
+            forward("reward model", Role.reward_model, job.reward_model, job, False)
         return found
 
     def _training(self) -> list[Moment]:
         job = self.job
         found = []
 
-        def update(role: Role, shape: ModelShape, num_params: float, with_logits: bool) -> None:
+        def update(role: Role, shape: ModelShape, job: Job, num_params: float, with_logits: bool) -> None:
             base = self.resident + self.beside
-            plan = _backward(job, shape, self.width, with_logits)
+            plan = _backward(job, shape, job.precision.activations, with_logits)
             moving = states.gathered_weights(role, shape, job.layout, job.precision)
             if job.adapter is None or role is Role.critic:
                 moving = moving + states.whole_gradient(role, shape, job.layout, job.precision)
@@ -192,9 +192,9 @@ class _Step:
                 found.append(Moment(Phase.train, f"{role.value} step", base + step))
 
         trained = states.lora_params(job.model, job.adapter) if job.adapter else job.num_actor_params
-        update(Role.actor, job.model, trained, job.algorithm != "reward_model")
+        update(Role.actor, job.model, job, trained, job.algorithm != "reward_model")
         if job.critic:
-            update(Role.critic, job.critic, job.critic.num_params_scalar_head, False)
+            update(Role.critic, job.critic, job.of_critic, job.critic.num_params_scalar_head, False)
         return found
 
     def _sync(self) -> Moment:
@@ -220,7 +220,8 @@ def actor_states(job: Job) -> list[Term]:
 
 def _trained(role: Role, shape: ModelShape, job: Job, num_params: float) -> list[Term]:
     if isinstance(job.layout, MegatronLayout):
-        return states.megatron_states(role, shape, job.layout)
+        one_table = replace(shape, tied=True) if role is Role.critic else shape  # its head is no second vocabulary
+        return states.megatron_states(role, one_table, job.layout)
     kept = states.trained_states(role, num_params, job.layout, job.precision)
     return kept + states.reduce_bucket(role, job.layout, job.precision)
 

@@ -6,10 +6,10 @@ import torch
 from torch import nn
 
 from rlhf_mp.config.schema import ModelConfig, OffloadConfig, RunConfig, TrainedConfig
-from rlhf_mp.models.heads import Head, PolicyHead, RewardHead
+from rlhf_mp.models.heads import Head, PolicyHead, RewardHead, ValueHead
 from rlhf_mp.models.hf import DTYPES
 from rlhf_mp.train.accumulate import ForwardSettings
-from rlhf_mp.train.base import Scorer, TrainEngine
+from rlhf_mp.train.base import ParallelLayout, Scorer, TrainEngine
 
 
 def forward_settings(model: ModelConfig, trained: TrainedConfig, head: Head, device: torch.device) -> ForwardSettings:
@@ -38,9 +38,18 @@ def model_builder(
 
 
 def make_engine(
-    model: ModelConfig, trained: TrainedConfig, head: Head, device: torch.device, num_updates: int
+    model: ModelConfig,
+    trained: TrainedConfig,
+    head: Head,
+    device: torch.device,
+    num_updates: int,
+    layout: ParallelLayout | None = None,
 ) -> TrainEngine:
-    """A model to be trained, on the backend ``trained.strategy``."""
+    """A model to be trained, on the backend ``trained.strategy``.
+
+    Args:
+        layout: who gets the same data, where another model's backend decides it.
+    """
     settings = forward_settings(model, trained, head, device)
     build = model_builder(model, trained.strategy, head, checkpointing=model.enable_gradient_checkpointing)
     if trained.strategy == "megatron":
@@ -53,7 +62,7 @@ def make_engine(
         return TorchEngine(build(), settings, trained, num_updates)
     from rlhf_mp.train.deepspeed_engine import DeepSpeedEngine
 
-    return DeepSpeedEngine(build, settings, trained, num_updates, model.dtype)
+    return DeepSpeedEngine(build, settings, trained, num_updates, model.dtype, layout)
 
 
 def make_scorer(
@@ -91,7 +100,22 @@ def trained_head(config: RunConfig) -> Head:
 def make_actor(config: RunConfig, device: torch.device, num_updates: int) -> TrainEngine:
     """The model that is trained: in trainer.task=reward_model it is the reward model."""
     policy = config.actor_rollout_ref
-    return make_engine(policy.model, policy.actor, trained_head(config), device, num_updates)
+    return make_engine(policy.model, policy.actor, trained_head(config), device, num_updates, common_layout(config))
+
+
+def make_critic(config: RunConfig, device: torch.device, num_updates: int) -> TrainEngine:
+    critic = config.critic
+    return make_engine(critic.model, critic, ValueHead(), device, num_updates, common_layout(config))
+
+
+def common_layout(config: RunConfig) -> ParallelLayout | None:
+    """Megatron's, for the models of other backends beside it: its ranks that share a model get the same data."""
+    for trained in config.trained:
+        if trained.updates.strategy == "megatron":
+            from rlhf_mp.train.megatron_engine import join_model_parallel
+
+            return join_model_parallel(trained.updates.megatron)
+    return None
 
 
 def make_reference(config: RunConfig, device: torch.device) -> Scorer:
@@ -101,12 +125,8 @@ def make_reference(config: RunConfig, device: torch.device) -> Scorer:
 
 def join_ranks(config: RunConfig, device: torch.device) -> None:
     """Form the process group of the trainers."""
-    strategy = config.actor_rollout_ref.actor.strategy
-    if strategy == "deepspeed":
-        from rlhf_mp.train.deepspeed_engine import init_distributed
-
-        init_distributed()
-    elif strategy == "megatron":
+    strategies = {trained.updates.strategy for trained in config.trained}
+    if "megatron" in strategies:
         if device.type == "cpu":
             from rlhf_mp.train.megatron_cpu import install
 
@@ -114,3 +134,7 @@ def join_ranks(config: RunConfig, device: torch.device) -> None:
         from rlhf_mp.train.megatron_engine import init_distributed
 
         init_distributed(device)
+    if "deepspeed" in strategies:
+        from rlhf_mp.train.deepspeed_engine import init_distributed
+
+        init_distributed()  # joins a process group that is there already

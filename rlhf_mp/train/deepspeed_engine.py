@@ -87,7 +87,12 @@ class DeepSpeedEngine:
         trained: TrainedConfig,
         num_steps: int,
         dtype: str,
+        layout: ParallelLayout | None = None,
     ):
+        """
+        Args:
+            layout: which ranks get the same data; None: each has its own.
+        """
         config = train_config(trained, dtype=dtype, on_cpu=settings.device.type == "cpu")
         factor = learning_rate_factor(trained.optim, num_steps)
         with _partitioned(config):
@@ -100,7 +105,7 @@ class DeepSpeedEngine:
         )
         self.settings = settings
         self.stage = config["zero_optimization"]["stage"]
-        self.layout = data_parallel_layout()
+        self.layout = layout or data_parallel_layout()
 
     def score(self, micro_batches: Sequence[TokenBatch]) -> list[Tensor]:
         self.engine.eval()
@@ -113,14 +118,16 @@ class DeepSpeedEngine:
         lr = self.engine.get_lr()[0]
         for index, loss in enumerate(parts, start=1):
             self.engine.set_gradient_accumulation_boundary(index == len(micro_batches))
-            # DeepSpeed averages gradients over ranks; ours are already parts of one global sum (R3).
+            # DeepSpeed averages gradients over all ranks; ours are already parts of one global sum (R3), in which
+            # ranks with the same data count once.
             self.engine.backward(loss * self.layout.dp_size)
         # Stage 0 in float32 is plain data parallelism: DeepSpeed has no optimizer of its own there that knows the norm.
         plain = self.stage == 0 and not self.engine.bfloat16_enabled()
         norm = nn.utils.get_total_norm(p.grad for p in self.engine.module.parameters()) if plain else None
         self.engine.step()
         norm = float(self.engine.get_global_grad_norm() if norm is None else norm)
-        return sums.result() | {"grad_norm": (norm, 1), "lr": (lr, 1)}
+        own = sums.result() if self.layout.is_output_rank else {}
+        return own | {"grad_norm": (norm, 1), "lr": (lr, 1)}
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Collective. ZeRO-3 gathers a bucket of parameters at a time, in the same order on all ranks."""

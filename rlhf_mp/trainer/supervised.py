@@ -45,6 +45,11 @@ class SupervisedTrainer:
     step: int = 0
     _held_out: TokenBatch | None = field(default=None, init=False)
 
+    @property
+    def trained(self) -> dict[str, TrainEngine]:
+        """The models that checkpoints hold."""
+        return {"actor": self.actor}
+
     def resume(self) -> None:
         """Continue where the newest checkpoint stands, if there is one."""
         self.checkpoints.load_newest(self)

@@ -8,8 +8,9 @@ from typing import Any, Protocol
 import torch
 
 from rlhf_mp.algorithms.base import Algorithm
+from rlhf_mp.algorithms.value_loss import value_metrics
 from rlhf_mp.data.collate import collate
-from rlhf_mp.data.types import SampleText, Share, Sums, TokenBatch
+from rlhf_mp.data.types import LossFn, MiniBatch, SampleText, Share, Sums, TokenBatch
 from rlhf_mp.observe.memory import peak_memory
 from rlhf_mp.observe.metrics import MetricLog
 from rlhf_mp.phase import Phase
@@ -45,6 +46,7 @@ class Schedule:
     test_freq: int  # -1: only at the end
     save_freq: int  # -1: only at the end
     val_before_train: bool
+    critic_warmup: int = 0  # first steps that train the critic alone
 
     def due(self, frequency: int, step: int) -> bool:
         return step == self.num_steps or (frequency > 0 and step % frequency == 0)
@@ -64,9 +66,16 @@ class Trainer:
     log: MetricLog
     watch: Callable[[Phase], AbstractContextManager[None]]  # a phase that hangs is reported
     has_validation: bool
+    critic: TrainEngine | None = None
+    sum_over_ranks: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor  # collective
     counts: bool = True  # False where another rank holds the same data, as a part of the same model
     step: int = 0
     last_grad_norm: float = field(default=0.0, init=False)
+
+    @property
+    def trained(self) -> dict[str, TrainEngine]:
+        """The models that checkpoints hold."""
+        return {"actor": self.actor} | ({"critic": self.critic} if self.critic is not None else {})
 
     def resume(self) -> None:
         """Continue where the newest checkpoint stands, if there is one."""
@@ -103,30 +112,48 @@ class Trainer:
         self.log.samples(self.step + 1, share.samples)
         batch = collate(share.trajectories)
         with self.phase(Phase.score):
-            self.score(batch, share.score_rows)
+            self.score(batch, share)
         batch.advantages = self.algorithm.advantages(batch.rewards, batch.group_ids, batch.mask)
         with self.phase(Phase.train):
-            for minibatch in share.minibatches:
-                micro_batches = [batch.select(rows) for rows in minibatch.micro_batches]
-                metrics = self.actor.train_step(micro_batches, minibatch.totals, self.algorithm.policy_loss)
-                self.last_grad_norm = metrics["grad_norm"][0]
-                self.log.add(metrics, "actor/")
-                self.count(padding(micro_batches))
+            if self.critic is not None:
+                self.count(value_metrics(batch, self.sum_over_ranks), "critic/")
+                self.update(self.critic, batch, share.critic.minibatches, self.algorithm.value_loss, "critic/")
+            if self.step >= self.schedule.critic_warmup:
+                self.last_grad_norm = self.update(
+                    self.actor, batch, share.minibatches, self.algorithm.policy_loss, "actor/"
+                )
         self.log.add({name: (value, 1) for name, value in peak_memory().items()})
 
-    def score(self, batch: TokenBatch, cut: list[list[int]]) -> None:
+    def score(self, batch: TokenBatch, share: Share) -> None:
         """Fill in what the algorithm declares it needs, and nothing else."""
         if self.algorithm.needs_old_logprobs:
-            batch.old_logprobs = scored(self.actor, batch, cut)
-            self.count({"score/tokens": (float(batch.lengths.sum()), 1)})
+            batch.old_logprobs = self.scored(self.actor, batch, share.score_rows)
         if self.reference is not None:
-            batch.ref_logprobs = scored(self.reference, batch, cut)
-            self.count({"score/tokens": (float(batch.lengths.sum()), 1)})
+            batch.ref_logprobs = self.scored(self.reference, batch, share.score_rows)
+        if self.critic is not None:
+            batch.values = self.scored(self.critic, batch, share.critic.score_rows)
 
-    def count(self, sums: Sums) -> None:
+    def scored(self, model: Scorer, batch: TokenBatch, cut: list[list[int]]) -> torch.Tensor:
+        self.count({"score/tokens": (float(batch.lengths.sum()), 1)})
+        return scored(model, batch, cut)
+
+    def update(
+        self, model: TrainEngine, batch: TokenBatch, minibatches: list[MiniBatch], loss_fn: LossFn, prefix: str
+    ) -> float:
+        """One optimizer step for each mini-batch. Returns the last gradient's norm."""
+        norm = 0.0
+        for minibatch in minibatches:
+            micro_batches = [batch.select(rows) for rows in minibatch.micro_batches]
+            metrics = model.train_step(micro_batches, minibatch.totals, loss_fn)
+            norm = metrics["grad_norm"][0]
+            self.log.add(metrics, prefix)
+            self.count(padding(micro_batches))
+        return norm
+
+    def count(self, sums: Sums, prefix: str = "") -> None:
         """Add what follows from this rank's share, unless another rank does."""
         if self.counts:
-            self.log.add(sums)
+            self.log.add(sums, prefix)
 
     def publish(self) -> None:
         """Make the engines sample from the current weights, and tell the scheduler they do."""
@@ -152,11 +179,11 @@ class Trainer:
 
 
 def scored(model: Scorer, batch: TokenBatch, cut: list[list[int]]) -> torch.Tensor:
-    """Log-probs of all rows, computed micro-batch by micro-batch."""
+    """Log-probs or values of all rows, computed micro-batch by micro-batch."""
     result = torch.zeros_like(batch.rollout_logprobs)
-    for rows, logprobs in zip(cut, model.score([batch.select(rows) for rows in cut]), strict=True):
+    for rows, scores in zip(cut, model.score([batch.select(rows) for rows in cut]), strict=True):
         if rows:  # an empty micro-batch only keeps the ranks in step
-            result[rows, : logprobs.shape[1]] = logprobs
+            result[rows, : scores.shape[1]] = scores
     return result
 
 

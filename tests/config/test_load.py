@@ -154,7 +154,6 @@ def test_a_misplaced_section_is_told_key_by_key(tmp_path):
 @pytest.mark.parametrize(
     ("text", "key", "reason"),
     [
-        ("critic: {optim: {lr: 1e-5}}", "critic", "no critic"),
         ("algorithm: {gamma: 1.0}", "algorithm.gamma", "discounted"),
         ("algorithm: {kl_ctrl: {kl_coef: 0.1}}", "algorithm.kl_ctrl", "loss term"),
         ("data: {truncation: left}", "data.truncation", "never cut"),

@@ -106,7 +106,7 @@ LLAMA = {"model_type": "llama", "num_attention_heads": 8, "num_key_value_heads":
     ],
 )
 def test_a_model_that_does_not_fit_a_layout(words, model, key, reason, fix):
-    (problem,) = shape_problems(config_from_dict({}, [ON, *words]), "m", LLAMA | model)
+    (problem,) = shape_problems(config_from_dict({}, [ON, *words]).trained[0], "m", LLAMA | model)
     assert problem.key == key
     assert reason in problem.reason
     assert fix in problem.fix
@@ -114,4 +114,4 @@ def test_a_model_that_does_not_fit_a_layout(words, model, key, reason, fix):
 
 def test_a_model_that_fits():
     config = config_from_dict({}, [ON, f"{TP}=2", f"{PP}=2"])
-    assert list(shape_problems(config, "m", LLAMA)) == []
+    assert list(shape_problems(config.trained[0], "m", LLAMA)) == []

@@ -15,6 +15,7 @@ from rlhf_mp.errors import CheckpointError
 from rlhf_mp.trainer.checkpoints import RunCheckpoints
 
 MODEL = {"hidden_size": 64, "vocab_size": 96}
+TRAINED = {"actor_rollout_ref.actor.strategy": "deepspeed", "critic.strategy": "megatron"}
 
 
 class Actor:
@@ -33,8 +34,9 @@ class Actor:
 class Trainer:
     """Knows where the data stands after each step."""
 
-    def __init__(self, step: int, actor: Actor):
-        self.step, self.actor, self.loaded = step, actor, None
+    def __init__(self, step: int, actor: Actor, critic: Actor):
+        self.step, self.actor, self.critic, self.loaded = step, actor, critic, None
+        self.trained = {"actor": actor, "critic": critic}
 
     def data_state(self) -> dict[str, Any]:
         return {"batch": 10 * self.step}
@@ -44,12 +46,13 @@ class Trainer:
 
 
 def trainer(step: int = 0, weight: int = 0, rank: int = 0) -> Trainer:
-    return Trainer(step, Actor(weight, rank))
+    return Trainer(step, Actor(weight, rank), Actor(-weight, rank))
 
 
 def checkpoints(run_dir: Path, ranks: Any = None, **changed: Any) -> RunCheckpoints:
     said = []
     knobs = {"keep": 2, "resume_from": None, "resume": True, "identity": MODEL, "export": None, "say": said.append}
+    knobs["trained"] = TRAINED
     made = RunCheckpoints(run_dir, ranks or Ranks(0, 1), **knobs | changed)
     made.said = said
     return made
@@ -74,7 +77,8 @@ def steps(run_dir: Path) -> list[int]:
 def test_a_run_continues_where_its_newest_checkpoint_stands(tmp_path):
     save(tmp_path, 3, 6)
     fresh, said = resumed(tmp_path)
-    assert (fresh.step, fresh.actor.weight, fresh.loaded) == (6, 106, {"batch": 60})
+    assert (fresh.step, fresh.actor.weight, fresh.critic.weight) == (6, 106, -106)
+    assert fresh.loaded == {"batch": 60}
     assert said == [f"resumed from {checkpoint.folder_of(tmp_path, 6)} at step 6"]
 
 
@@ -162,6 +166,19 @@ def test_another_number_of_ranks_is_refused(tmp_path):
     save(tmp_path, 3)
     with pytest.raises(CheckpointError, match=r"was written by 1 rank\(s\), this run has 4\n    fix: "):
         resumed(tmp_path, ranks=Ranks(0, 4))
+
+
+@pytest.mark.parametrize(
+    ("now", "reason"),
+    [
+        (TRAINED | {"critic.strategy": "deepspeed"}, "critic.strategy = megatron, this run has deepspeed"),
+        ({"actor_rollout_ref.actor.strategy": "deepspeed"}, "critic.strategy = megatron, this run has nothing"),
+    ],
+)
+def test_other_backends_and_another_set_of_models_are_refused(tmp_path, now, reason):
+    save(tmp_path, 3)
+    with pytest.raises(CheckpointError, match=f"was written with {reason}\n    fix: "):
+        resumed(tmp_path, trained=now)
 
 
 def test_an_export_lies_in_the_checkpoint_and_is_protected_with_it(tmp_path):
@@ -252,7 +269,7 @@ def test_a_checkpoint_holds_what_every_rank_wrote_and_each_gets_its_own_back(tmp
     assert on_two_ranks(write) == [None, None]
     folder = checkpoint.folder_of(tmp_path, 3)
     assert {str(f.relative_to(folder)) for f in folder.rglob("*_?*") if f.is_file()} == {
-        "actor/rank_0", "actor/rank_1", "rng_0.pt", "rng_1.pt",
+        "actor/rank_0", "actor/rank_1", "critic/rank_0", "critic/rank_1", "rng_0.pt", "rng_1.pt",
     }  # fmt: skip
     assert [*checkpoint.damage(folder, checksums=True)] == []  # nothing was sealed before all had written
     assert on_two_ranks(read) == [(3, 10, {"batch": 30}), (3, 11, {"batch": 30})]

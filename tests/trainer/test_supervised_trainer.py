@@ -73,7 +73,15 @@ def trainer(folder: Path, task: str, run_dir: Path, num_steps: int, **schedule) 
     batches = Batches(examples[20:], PromptOrder(80, 16, 1, True), (cut, cut), 0, 1)
     engine, task_parts = make_actor(config, CPU, 100), make_task(config)
     checkpoints = RunCheckpoints(
-        run_dir, Ranks(0, 1), keep=1, resume_from=None, resume=True, identity={}, export=None, say=lambda text: None
+        run_dir,
+        Ranks(0, 1),
+        keep=1,
+        resume_from=None,
+        resume=True,
+        identity={},
+        trained={},
+        export=None,
+        say=lambda text: None,
     )
     made = SupervisedTrainer(
         schedule=Schedule(num_steps, **({"test_freq": -1, "save_freq": -1, "val_before_train": True} | schedule)),
