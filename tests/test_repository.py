@@ -233,7 +233,7 @@ def test_nothing_tells_where_the_project_was_written():
     kinds = {".py", ".md", ".yaml", ".txt", ".ini", ".toml", ".sh", ""}
     folders = ("rlhf_mp", "launch", "configs", "docs", "tests", "benchmarks", "examples", ".ci")
     files = [p for folder in folders for p in (ROOT / folder).rglob("*")] + [*ROOT.glob("*")]
-    texts = [p for p in files if p.is_file() and p.suffix in kinds and not re.search(r"__pycache__|_cache", str(p))]
+    texts = [p for p in files if p.is_file() and p.suffix in kinds and not re.search(r"_cache|/.git$", str(p))]
     assert len(texts) > 100
     told = {name_of(p): found for p in texts if (found := FOREIGN.findall(p.read_text(errors="replace")))}
     assert told == {}

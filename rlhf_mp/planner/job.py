@@ -167,7 +167,7 @@ class Job:
     reward_model: ModelShape | None = None
     reward_offload: bool = False
     engine: Engine | None = None
-    bucket_bytes: float = 256e6  # moved at once in a weight swap
+    bucket_bytes: float = 256e6  # two buffers of a weight swap
     host_memory: float | None = None  # bytes of one machine; None: not judged
     ranks_per_node: int = 8
     workload: "Workload | None" = None

@@ -199,9 +199,8 @@ class _Step:
 
     def _sync(self) -> Moment:
         job, shape = self.job, self.job.model
-        largest = amount(
-            max(job.bucket_bytes, shape.vocab * shape.hidden * job.engine.weight_bytes), "bytes of a bucket"
-        )
+        half, embedding = job.bucket_bytes / 2, shape.vocab * shape.hidden * job.engine.weight_bytes
+        largest = amount(half + max(half, embedding), "bytes of two buckets, one of them as large as the embedding")
         elements = min(shape.num_params, max(GATHER_ELEMENTS, shape.vocab * shape.hidden))
         gathered = amount(job.precision.weights, "bytes").times(elements, "elements gathered at once")
         moving = [Term(Role.actor, Component.sync_bucket, largest), Term(Role.actor, Component.gathered, gathered)]
