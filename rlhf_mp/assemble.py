@@ -27,8 +27,9 @@ from rlhf_mp.observe.watchdog import watch
 from rlhf_mp.phase import Phase
 from rlhf_mp.rollout.sglang_client import EngineControl
 from rlhf_mp.train.base import TrainEngine
-from rlhf_mp.train.build import make_actor, make_critic, make_reference, trained_head
+from rlhf_mp.train.build import make_actor, make_critic, make_reference, make_reward_scorer, trained_head
 from rlhf_mp.trainer.checkpoints import RunCheckpoints
+from rlhf_mp.trainer.reward_model import RewardModel
 from rlhf_mp.trainer.trainer import Schedule, Trainer
 from rlhf_mp.weights.base import Transport, WeightSync
 from rlhf_mp.weights.buckets import Packer
@@ -78,6 +79,7 @@ def make_trainer(job: Job) -> Trainer:
         log=MetricLog([], reduce_over_ranks),
         watch=lambda phase: watched(job, phase),
         has_validation=facts.num_validation > 0,
+        reward_model=make_reward_model(job, actor) if job.config.reward_model.enable else None,
         sum_over_ranks=job.ranks.sum,
         counts=actor.layout.is_output_rank,
     )
@@ -89,6 +91,11 @@ def make_trainer(job: Job) -> Trainer:
         )
         trainer.log.sinks = make_sinks(job, num_steps, trainer.step)
     return trainer
+
+
+def make_reward_model(job: Job, actor: TrainEngine) -> RewardModel:
+    scorer, counts = make_reward_scorer(job.config, job.device), actor.layout.is_output_rank
+    return RewardModel(scorer, job.config.reward_model, job.ranks.sum, counts=counts)
 
 
 def watched(job: Job, phase: Phase) -> AbstractContextManager[None]:

@@ -108,6 +108,12 @@ def make_critic(config: RunConfig, device: torch.device, num_updates: int) -> Tr
     return make_engine(critic.model, critic, ValueHead(), device, num_updates, common_layout(config))
 
 
+def make_reward_scorer(config: RunConfig, device: torch.device) -> Scorer:
+    """The frozen reward model, spread over the ranks as the actor is."""
+    own, actor = config.reward_model, config.actor_rollout_ref.actor
+    return make_scorer(own.model, actor, own.fsdp_config, RewardHead(), device)
+
+
 def common_layout(config: RunConfig) -> ParallelLayout | None:
     """Megatron's, for the models of other backends beside it: its ranks that share a model get the same data."""
     for trained in config.trained:

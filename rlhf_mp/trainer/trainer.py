@@ -15,6 +15,7 @@ from rlhf_mp.observe.memory import peak_memory
 from rlhf_mp.observe.metrics import MetricLog
 from rlhf_mp.phase import Phase
 from rlhf_mp.train.base import Scorer, TrainEngine
+from rlhf_mp.trainer.reward_model import RewardModel
 
 
 class Rollouts(Protocol):
@@ -67,6 +68,7 @@ class Trainer:
     watch: Callable[[Phase], AbstractContextManager[None]]  # a phase that hangs is reported
     has_validation: bool
     critic: TrainEngine | None = None
+    reward_model: RewardModel | None = None
     sum_over_ranks: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor  # collective
     counts: bool = True  # False where another rank holds the same data, as a part of the same model
     step: int = 0
@@ -82,11 +84,14 @@ class Trainer:
         self.checkpoints.load_newest(self)
 
     def data_state(self) -> dict[str, Any]:
-        """Where the data stands once ``step`` steps are done."""
-        return self.rollouts.state_dict(self.step)
+        """Where the data stands once ``step`` steps are done, and what a reward model has seen of it."""
+        state = self.rollouts.state_dict(self.step)
+        return state if self.reward_model is None else state | {"reward_model": self.reward_model.state_dict()}
 
     def load_data_state(self, state: dict[str, Any]) -> None:
         self.rollouts.load_state_dict(state)
+        if self.reward_model is not None and "reward_model" in state:  # it may have come only now
+            self.reward_model.load_state_dict(state["reward_model"])
 
     def train(self) -> None:
         """Train from where it stands to the last step."""
@@ -125,13 +130,16 @@ class Trainer:
         self.log.add({name: (value, 1) for name, value in peak_memory().items()})
 
     def score(self, batch: TokenBatch, share: Share) -> None:
-        """Fill in what the algorithm declares it needs, and nothing else."""
+        """Fill in what the algorithm declares it needs and, with a reward model, its rewards; nothing else."""
         if self.algorithm.needs_old_logprobs:
             batch.old_logprobs = self.scored(self.actor, batch, share.score_rows)
         if self.reference is not None:
             batch.ref_logprobs = self.scored(self.reference, batch, share.score_rows)
         if self.critic is not None:
             batch.values = self.scored(self.critic, batch, share.critic.score_rows)
+        if self.reward_model is not None:
+            batch.rewards, metrics = self.reward_model.rewards(batch, share.score_rows)
+            self.count(metrics, "reward_model/")
 
     def scored(self, model: Scorer, batch: TokenBatch, cut: list[list[int]]) -> torch.Tensor:
         self.count({"score/tokens": (float(batch.lengths.sum()), 1)})
