@@ -62,9 +62,9 @@ def stages(out: Path) -> list[Stage]:
                 f"data.val_files={out / 'val.jsonl'}",
                 f"{ACTOR}.optim.lr=1e-3",
                 "trainer.total_epochs=100",
-                "trainer.total_training_steps=400",
+                "trainer.total_training_steps=300",
                 "trainer.test_freq=100",
-                "trainer.save_freq=-1",
+                "trainer.save_freq=50",
             ),
         ),
         Stage(
@@ -77,7 +77,7 @@ def stages(out: Path) -> list[Stage]:
                 f"data.train_files={out / 'train_pairs.jsonl'}",
                 f"data.val_files={out / 'val_pairs.jsonl'}",
                 "trainer.test_freq=100",
-                "trainer.save_freq=-1",
+                "trainer.save_freq=50",
             ),
         ),
         Stage(
