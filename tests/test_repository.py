@@ -36,7 +36,7 @@ ADAPTERS = {
     "ray": r"cluster/bootstrap",
     "deepspeed": r"train/deepspeed_engine",
     "sglang": r"rollout/sglang_plugin|weights/(tensor|distributed)",
-    "transformers": r"models/(hf|scalar|tiny)|train/(deepspeed_engine|megatron_\w+)",
+    "transformers": r"models/(hf|packed_attention|scalar|tiny)|train/(deepspeed_engine|megatron_\w+)",
     "megatron": r"train/megatron_\w+",
     "mbridge": r"train/megatron_\w+",
     "wandb": r"observe/sinks",

@@ -9,7 +9,8 @@ from torch.nn.functional import logsigmoid
 
 from rlhf_mp.algorithms.aggregate import loss_aggregations
 from rlhf_mp.algorithms.masked import PerSequence, masked
-from rlhf_mp.config.schema import DpoConfig, RunConfig
+from rlhf_mp.config.dpo import DpoConfig
+from rlhf_mp.config.schema import RunConfig
 from rlhf_mp.data.types import LossFn, PolicyOutput, RewardOutput, TokenBatch, Totals
 from rlhf_mp.registry import Registry
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 from importlib.util import find_spec
 
-from rlhf_mp.config import backend_checks, critic_checks, task_checks
+from rlhf_mp.config import backend_checks, critic_checks, data_checks, task_checks
 from rlhf_mp.config.schema import ActorConfig, RunConfig
 from rlhf_mp.errors import Problem
 
@@ -21,6 +21,7 @@ def written_problems(config: RunConfig, given: AbstractSet[str]) -> Iterator[Pro
     yield from _written_actor_problems(config)
     yield from critic_checks.written_problems(config)
     yield from backend_checks.written_problems(config, given)
+    yield from data_checks.written_problems(config)
     yield from task_checks.written_problems(config, given)
     trainer = config.trainer
     if config.data.system_prompt and not config.data.apply_chat_template:
@@ -63,6 +64,7 @@ def cross_problems(config: RunConfig) -> Iterator[Problem]:
     yield from backend_checks.backend_problems(config)
     yield from critic_checks.critic_problems(config)
     yield from _trainer_problems(config)
+    yield from data_checks.data_problems(config)
 
 
 def _batch_problems(config: RunConfig) -> Iterator[Problem]:

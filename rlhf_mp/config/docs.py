@@ -5,7 +5,7 @@ from dataclasses import Field
 from typing import Any
 
 from rlhf_mp.config.keys import ALIASES, KNOBS, SECTIONS, choices, describe, without_none
-from rlhf_mp.config.schema import default_of
+from rlhf_mp.config.knob import default_of
 
 INTRODUCTION = """# Configuration
 

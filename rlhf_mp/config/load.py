@@ -27,7 +27,8 @@ from rlhf_mp.config.keys import (
     typed,
     without_none,
 )
-from rlhf_mp.config.schema import RunConfig, default_of
+from rlhf_mp.config.knob import default_of
+from rlhf_mp.config.schema import RunConfig
 from rlhf_mp.config.yaml_file import read_layers, read_override
 from rlhf_mp.errors import ConfigError, Problem
 

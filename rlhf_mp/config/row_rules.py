@@ -27,6 +27,8 @@ def rules_of(data: DataConfig, task: str) -> RowRules:
         names = ("messages_key",)
     if task == "reward_model" and data.margin_key is not None:
         names = (*names, "margin_key")
+    if task == "rl" and data.curriculum_key is not None:
+        names = (*names, "curriculum_key")
     columns = {name: getattr(data, name) for name in names}
 
     def problem(row: Row, where: str) -> Problem | None:
@@ -90,9 +92,14 @@ def _margin(value: Any, name: str, data: DataConfig) -> Finding:
     return FINE if is_number and value >= 0 else (f"{name} must be a number, 0 or more", CORRECT)
 
 
+def _anything(value: Any, name: str, data: DataConfig) -> Finding:
+    return FINE  # told when the prompts are read, with all their rows
+
+
 CELLS: dict[str, Callable[[Any, str, DataConfig], Finding]] = {
     "prompt_key": _prompt,
     "answer_key": _answer,
+    "curriculum_key": _anything,
     "response_key": _response,
     "messages_key": _messages,
     "chosen_key": _continuation,

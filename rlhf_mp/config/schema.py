@@ -5,24 +5,11 @@ Units are part of a name (``_s``, ``_mb``, ``_gib``) unless the established name
 A knob that is unset (``None``) because it follows from others is filled in when a config is loaded, see derive.py.
 """
 
-from dataclasses import MISSING, dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
-
-def knob(default: Any, help: str, *, ge: float | None = None, gt: float | None = None, le: float | None = None) -> Any:
-    """A field with its documentation and its own range. A mutable default is copied for every config."""
-    metadata = {"help": help, "ge": ge, "gt": gt, "le": le}
-    if isinstance(default, (list, dict)):
-        return field(default_factory=default.copy, metadata=metadata)
-    return field(default=default, metadata=metadata)
-
-
-def section(kind: type) -> Any:
-    return field(default_factory=kind, metadata={"help": (kind.__doc__ or "").splitlines()[0]})
-
-
-def default_of(f: Any) -> Any:
-    return f.default if f.default is not MISSING else f.default_factory()
+from rlhf_mp.config.dpo import DpoConfig
+from rlhf_mp.config.knob import knob, section
 
 
 @dataclass
@@ -30,7 +17,10 @@ class DataConfig:
     """Where prompts and examples come from and how they are batched."""
 
     train_files: list[str] = knob([], "file or list of files: .jsonl, .parquet, or a Hugging Face dataset folder")
-    val_files: list[str] = knob([], "held-out prompts, in the same formats; empty: no validation")
+    train_weights: list[float] = knob(
+        [], "prompts from each entry of train_files, in proportion, e.g. [3,1]; empty: all rows alike", gt=0
+    )
+    val_files: list[str] = knob([], "held-out prompts, each file reported by itself too; empty: no validation")
     prompt_key: str = knob("prompt", "column with the prompt: a text, or a list of chat messages")
     answer_key: str = knob("answer", "column with the reference answer, handed to the reward")
     system_prompt: str = knob("", "put before every text prompt as a system message")
@@ -38,10 +28,18 @@ class DataConfig:
     train_batch_size: int = knob(1024, "prompts per step; examples or pairs per optimizer step without rl", ge=1)
     max_prompt_length: int = knob(512, "tokens; longer prompts are dropped and counted", ge=1)
     max_response_length: int = knob(512, "tokens sampled at most", ge=1)
-    filter_overlong_prompts: bool = knob(True, "drop too long prompts; false: they are an error")
+    filter_overlong_prompts: bool = knob(True, "drop too long prompts; false: see truncation")
+    truncation: Literal["error", "left", "right", "middle"] = knob(
+        "error", "too long prompts, if not dropped, are refused, or lose their beginning, end or middle"
+    )
     shuffle: bool = knob(True, "a new order each epoch, from data.seed")
     seed: int = knob(1, "order of prompts", ge=0)
-    val_max_samples: int = knob(-1, "use only the first so many validation rows; -1: all", ge=-1)
+    curriculum_key: str | None = knob(None, "column with a number: every epoch goes through the prompts by it")
+    curriculum_order: Literal["ascending", "descending"] = knob("ascending", "small numbers first, or large ones")
+    val_max_samples: int = knob(-1, "use only the first so many rows of each validation file; -1: all", ge=-1)
+    cache_dir: str | None = knob(
+        None, "tokenised prompts are kept here for the next start; unset: prompts/ in the run directory"
+    )
     response_key: str = knob("response", "sft: column with the text that answers the prompt")
     messages_key: str | None = knob(None, "sft: column with whole conversations, in place of prompt and response")
     chosen_key: str = knob("chosen", "dpo, reward_model: column with the better response: a text, or messages")
@@ -70,6 +68,12 @@ class ModelConfig:
     dtype: Literal["float32", "bfloat16"] = knob("bfloat16", "of weights and activations; the optimizer keeps float32")
     enable_gradient_checkpointing: bool = knob(True, "recompute activations in the backward pass")
     enable_activation_offload: bool = knob(False, "keep saved activations in host memory")
+    use_remove_padding: bool = knob(
+        False, "micro-batches of sequences one after the other, instead of padded to the longest of them"
+    )
+    logits_chunk_mb: int = knob(
+        512, "MB (10^6 bytes) of float32 logits that exist at once on a rank; 0: those of a whole micro-batch", ge=0
+    )
     trust_remote_code: bool = knob(False, "run code that comes with the checkpoint")
 
 
@@ -113,7 +117,6 @@ class MegatronConfig:
     recompute: Literal["full", "selective"] = knob(
         "full", "what enable_gradient_checkpointing recomputes: whole layers, or attention alone"
     )
-    packed: bool = knob(False, "sequences one after the other instead of padded to the longest of a micro-batch")
     transformer_impl: Literal["auto", "local", "te"] = knob(
         "auto", "layers: torch's (local) or Transformer Engine's (te); auto: te on a GPU where it is installed"
     )
@@ -150,7 +153,7 @@ class ActorConfig(TrainedConfig):
     ppo_mini_batch_size: int = knob(256, "prompts per optimizer step", ge=1)
     ppo_epochs: int = knob(1, "passes over each step's samples", ge=1)
     use_dynamic_bsz: bool = knob(True, "cut micro-batches by tokens instead of by sequences")
-    ppo_max_token_len_per_gpu: int = knob(16384, "padded tokens per training micro-batch (use_dynamic_bsz)", ge=1)
+    ppo_max_token_len_per_gpu: int = knob(16384, "tokens and padding per training micro-batch (use_dynamic_bsz)", ge=1)
     ppo_micro_batch_size_per_gpu: int = knob(8, "sequences per training micro-batch (not use_dynamic_bsz)", ge=1)
     log_prob_max_token_len_per_gpu: int | None = knob(None, "the same for forward-only passes; unset: ppo_...", ge=1)
     log_prob_micro_batch_size_per_gpu: int | None = knob(None, "the same for forward-only passes; unset: ppo_...", ge=1)
@@ -246,6 +249,7 @@ class CriticModelConfig(ModelConfig):
     enable_gradient_checkpointing: bool | None = knob(
         None, "recompute activations in the backward pass; unset: as the actor does"
     )
+    use_remove_padding: bool | None = knob(None, "micro-batches without padding; unset: as the actor's, and never else")
 
 
 @dataclass
@@ -287,15 +291,6 @@ class RewardConfig:
 
 
 @dataclass
-class DpoConfig:
-    """Direct preference optimisation (trainer.task=dpo)."""
-
-    beta: float = knob(0.1, "how dear it is to leave the reference model", gt=0)
-    loss_type: Literal["sigmoid", "ipo"] = knob("sigmoid", "registered preference loss")
-    label_smoothing: float = knob(0.0, "share of pairs taken to be labelled the wrong way round", ge=0, le=0.5)
-
-
-@dataclass
 class RewardModelConfig:
     """A reward model in the loop of trainer.task=rl, scored on the training ranks."""
 
@@ -330,12 +325,19 @@ class TrainerConfig:
     save_freq: int = knob(-1, "checkpoint every so many steps; -1: only at the end", ge=-1)
     max_actor_ckpt_to_keep: int = knob(2, "older checkpoints are removed", ge=1)
     save_hf: Literal["last", "always", "never"] = knob("last", "write a Hugging Face checkpoint too")
+    best_metric: str | None = knob(
+        None, "e.g. eval/accuracy: the checkpoint of the best validation is written and never removed; unset: none is"
+    )
+    best_mode: Literal["max", "min"] = knob("max", "whether more or less of best_metric is better")
     resume_mode: Literal["auto", "disable", "resume_path"] = knob("auto", "auto: newest checkpoint of this run")
     resume_from_path: str | None = knob(None, "a global_step_* folder, with resume_mode=resume_path")
     logger: list[Literal["console", "tensorboard", "jsonl", "wandb"]] = knob(
         ["console", "tensorboard", "jsonl"], "where metrics go"
     )
     log_samples: int = knob(2, "prompts whose responses are written to the log each step", ge=0)
+    log_val_generations: int = knob(
+        8, "prompts of each validation file shown with all responses, token by token, in rollouts/*.html", ge=0
+    )
     skip_plan: bool = knob(False, "start even if the planner says that the run cannot fit")
     phase_timeout_s: float = knob(7200, "a phase that takes longer is reported with stacks and ends the run", gt=0)
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from rlhf_mp.config.derive import derive
 from rlhf_mp.config.keys import KNOBS, typed
-from rlhf_mp.config.schema import RunConfig, default_of
+from rlhf_mp.config.knob import default_of
+from rlhf_mp.config.schema import RunConfig
 from rlhf_mp.errors import Problem
 
 ACTOR, REWARD_MODEL = "actor_rollout_ref.actor", "reward_model"
@@ -37,6 +38,10 @@ ACTS_IN = {
     f"{ACTOR}.kl_loss_type": RL,
     f"{ACTOR}.loss_agg_mode": {"rl", "sft"},
     "data.answer_key": RL,
+    "data.truncation": RL,
+    "data.curriculum_key": RL,
+    "data.curriculum_order": RL,
+    "data.cache_dir": RL,
     "data.response_key": {"sft"},
     "data.messages_key": {"sft"},
     "data.chosen_key": PAIRS,

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlhf_mp.data.examples import Example
+from rlhf_mp.data.order import Order
 from rlhf_mp.data.partition import Cut, RankPlan, plan_step
-from rlhf_mp.data.prompts import PromptOrder
 from rlhf_mp.data.types import Share
 from rlhf_mp.errors import ConfigError, Problem
 
@@ -17,9 +17,7 @@ class Batches:
         cuts: of training and of forward-only micro-batches; sequences of one example stay together in both.
     """
 
-    def __init__(
-        self, examples: Sequence[Example], order: PromptOrder, cuts: tuple[Cut, Cut], dp_rank: int, dp_size: int
-    ):
+    def __init__(self, examples: Sequence[Example], order: Order, cuts: tuple[Cut, Cut], dp_rank: int, dp_size: int):
         self.examples, self.order, self.cuts = examples, order, cuts
         self.dp_rank, self.dp_size = dp_rank, dp_size
 

@@ -52,7 +52,8 @@ class Example:
 @dataclass(frozen=True)
 class ExampleSet:
     examples: list[Example]
-    num_dropped: int  # longer than data.max_length
+    sizes: list[int]  # examples of each file or folder that was named; they follow each other
+    num_dropped: int = 0  # longer than data.max_length
 
 
 class ExampleReader:
@@ -66,28 +67,30 @@ class ExampleReader:
         self.task, self.tokenizer, self.stop_ids, self.data = task, tokenizer, stop_ids, data
         self.rules = rules_of(data, task)
 
-    def read(self, files: str | Sequence[str], at_most: int = -1) -> ExampleSet:
-        """All examples of the files, or of their first rows.
+    def read(self, files: Sequence[str], at_most: int = -1) -> ExampleSet:
+        """All examples of the files, or of the first rows of each.
 
         Raises:
             ConfigError: unreadable files, bad rows, no chat template, too long examples that may not be dropped, or
                 nothing left.
         """
         self._check_template()
-        rows = islice(read_rows(files), at_most if at_most >= 0 else None)
         examples: list[Example] = []
-        problems: list[Problem] = []
-        while some := [*islice(rows, ROWS_AT_ONCE)]:
-            kept, found = self._split(some)
-            problems += found
-            examples += self._encoded(kept)
-            if len(problems) >= MAX_PROBLEMS:
-                break
+        sizes, problems, longest, num_long = [], [], 0, 0
+        for name in files:
+            rows, before = islice(read_rows(name), at_most if at_most >= 0 else None), len(examples)
+            while len(problems) < MAX_PROBLEMS and (some := [*islice(rows, ROWS_AT_ONCE)]):
+                good, found = self._split(some)
+                problems += found
+                for example in self._encoded(good):
+                    longest, is_long = max(longest, example.longest), example.longest > self.data.max_length
+                    num_long += is_long
+                    examples += [] if is_long else [example]
+            sizes.append(len(examples) - before)
         if problems:
             raise ConfigError(problems[:MAX_PROBLEMS])
-        if not examples:
-            raise ConfigError([Problem("data", str(files), "no rows in it", "name a file with examples")])
-        return self._short_enough(examples)
+        self._check_lengths(len(examples), num_long, longest, files)
+        return ExampleSet(examples, sizes, num_dropped=num_long)
 
     def _check_template(self) -> None:
         if self.data.apply_chat_template and self.tokenizer.chat_template is None:
@@ -155,15 +158,12 @@ class ExampleReader:
         mask[0] = 0  # nothing stands before it that it could be predicted from
         return Learned(tokens, bytes(mask))
 
-    def _short_enough(self, examples: list[Example]) -> ExampleSet:
-        limit = self.data.max_length
-        kept = [example for example in examples if example.longest <= limit]
-        longest = max(example.longest for example in examples)
-        key, found = "data.max_length", f"{len(examples) - len(kept)} of {len(examples)} examples are longer"
-        if not kept:
-            reason, fix = f"drops all {len(examples)} examples", f"{key}={longest} keeps all"
-            raise ConfigError([Problem(key, limit, reason, fix)])
-        if len(kept) < len(examples) and not self.data.filter_overlong_prompts:
-            fix = f"{key}={longest}, or data.filter_overlong_prompts=true"
-            raise ConfigError([Problem(key, limit, f"{found}, up to {longest} tokens", fix)])
-        return ExampleSet(kept, num_dropped=len(examples) - len(kept))
+    def _check_lengths(self, num_kept: int, num_long: int, longest: int, files: Sequence[str]) -> None:
+        key, limit, total = "data.max_length", self.data.max_length, num_kept + num_long
+        if not total:
+            raise ConfigError([Problem("data", list(files), "no rows in it", "name files with examples")])
+        if not num_kept:
+            raise ConfigError([Problem(key, limit, f"drops all {total} examples", f"{key}={longest} keeps all")])
+        if num_long and not self.data.filter_overlong_prompts:
+            reason = f"{num_long} of {total} examples are longer, up to {longest} tokens"
+            raise ConfigError([Problem(key, limit, reason, f"{key}={longest}, or data.filter_overlong_prompts=true")])

@@ -12,19 +12,25 @@ from rlhf_mp.data.types import MiniBatch, Passes, Totals
 
 @dataclass(frozen=True)
 class Cut:
-    """How much one micro-batch may hold: padded tokens (rows * longest row) or sequences, exactly one of them."""
+    """How much one micro-batch may hold: tokens or sequences, exactly one of them."""
 
     max_tokens: int | None = None
     max_sequences: int | None = None
+    packed: bool = False  # a row takes its own tokens, and not as many as the longest
 
     def __post_init__(self) -> None:
         if (self.max_tokens is None) == (self.max_sequences is None):
             raise ValueError(f"{self}: set exactly one of max_tokens and max_sequences")
 
-    def allows(self, num_rows: int, longest: int) -> bool:
+    def room(self, longest: int) -> int:
+        """Of an empty micro-batch whose first row will be its longest, in tokens if packed, otherwise in rows."""
         if self.max_sequences is not None:
-            return num_rows <= self.max_sequences
-        return num_rows * longest <= self.max_tokens
+            return self.max_sequences
+        return self.max_tokens if self.packed else self.max_tokens // longest
+
+    def need(self, length: int) -> int:
+        """Of a row, in the same unit."""
+        return length if self.packed and self.max_tokens is not None else 1
 
 
 @dataclass(frozen=True)
@@ -148,16 +154,20 @@ def cut_rows(units: Sequence[list[int]], lengths: Sequence[int], cut: Cut) -> li
         return max(lengths[row] for row in rows)
 
     micro_batches: list[list[int]] = []
+    rooms: list[int] = []  # left in each
     for unit in sorted(units, key=lambda unit: -longest(unit)):
-        if not cut.allows(len(unit), longest(unit)):
+        need = sum(cut.need(lengths[row]) for row in unit)
+        place = next((i for i, room in enumerate(rooms) if room >= need), len(rooms))  # first-fit decreasing
+        if place == len(rooms):
+            micro_batches.append([])
+            rooms.append(cut.room(longest(unit)))
+        if rooms[place] < need:
             others = f" and {len(unit) - 1} that stay with it" if len(unit) > 1 else ""
             limit = f"{cut.max_sequences} sequences" if cut.max_tokens is None else f"the {cut.max_tokens}"
             what = f"trajectory {unit[0]}{others} has {longest(unit)} tokens"
             raise ValueError(f"{what}, more than {limit} of a micro-batch")
-        if micro_batches and cut.allows(len(micro_batches[-1]) + len(unit), longest(micro_batches[-1])):
-            micro_batches[-1] += unit
-        else:
-            micro_batches.append([*unit])
+        micro_batches[place] += unit
+        rooms[place] -= need
     return micro_batches
 
 

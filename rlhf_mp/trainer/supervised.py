@@ -3,7 +3,7 @@
 Runs on every launched rank (SPMD), like the RL loop, with the same engines, checkpoints and metrics.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -17,6 +17,7 @@ from rlhf_mp.observe.memory import peak_memory
 from rlhf_mp.observe.metrics import MetricLog
 from rlhf_mp.phase import Phase
 from rlhf_mp.train.base import Scorer, TrainEngine
+from rlhf_mp.trainer.best import Best
 from rlhf_mp.trainer.trainer import Checkpoints, Schedule, padding, scored
 
 
@@ -41,7 +42,10 @@ class SupervisedTrainer:
     checkpoints: Checkpoints
     log: MetricLog
     watch: Callable[[Phase], AbstractContextManager[None]]  # a phase that hangs is reported
+    memory: Callable[[], Mapping[str, float]] = peak_memory
+    packed: bool = False  # engines leave out the padding of micro-batches
     counts: bool = True  # False where another rank holds the same data, as a part of the same model
+    best: Best | None = None  # None: no validation is better than another
     step: int = 0
     _held_out: TokenBatch | None = field(default=None, init=False)
 
@@ -65,14 +69,13 @@ class SupervisedTrainer:
         """Train from where it stands to the last step."""
         self.log.start()
         if self.step == 0 and self.schedule.val_before_train:
-            self.evaluate()
+            self.improves(self.evaluate())
         while self.step < self.schedule.num_steps:
             self.train_step()
             self.step += 1
             self.log.finish(self.step)
-            if self.schedule.due(self.schedule.test_freq, self.step):
-                self.evaluate()
-            if self.schedule.due(self.schedule.save_freq, self.step):
+            metrics = self.evaluate() if self.schedule.due(self.schedule.test_freq, self.step) else {}
+            if self.improves(metrics) or self.schedule.due(self.schedule.save_freq, self.step):
                 self.checkpoints.save(self)
             self.log.start()
 
@@ -86,8 +89,8 @@ class SupervisedTrainer:
                 metrics = self.actor.train_step(micro_batches, minibatch.totals, self.task.loss)
                 self.log.add(metrics, "train/")
                 if self.counts:
-                    self.log.add(share.metrics | padding(micro_batches))
-        self.log.add({name: (value, 1) for name, value in peak_memory().items()})
+                    self.log.add(share.metrics | padding(micro_batches, packed=self.packed))
+        self.log.add({name: (value, 1) for name, value in self.memory().items()})
 
     def score(self, batch: TokenBatch, cut: list[list[int]]) -> None:
         """Fill in what the task's loss needs of the reference model."""
@@ -111,6 +114,10 @@ class SupervisedTrainer:
                 if self.counts:
                     self.log.add({name: (float(total), float(n)) for name, (total, n) in metrics.items()}, "eval/")
         return self.log.finish(self.step, "eval")
+
+    def improves(self, metrics: dict[str, float]) -> bool:
+        """Whether a validation is the best so far, by the metric that decides it."""
+        return self.best is not None and bool(metrics) and self.best.offer(self.step, metrics)
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:

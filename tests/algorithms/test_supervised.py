@@ -16,8 +16,8 @@ from rlhf_mp.algorithms.supervised import (
     preference_losses,
     sigmoid_loss,
 )
+from rlhf_mp.config.dpo import DpoConfig
 from rlhf_mp.config.load import config_from_dict
-from rlhf_mp.config.schema import DpoConfig
 from rlhf_mp.data.collate import collate
 from rlhf_mp.data.types import PolicyOutput, RewardOutput, Totals, Trajectory
 

@@ -11,8 +11,8 @@ from rlhf_mp.algorithms.kl import kl_estimators
 from rlhf_mp.algorithms.losses import policy_losses
 from rlhf_mp.config.docs import render
 from rlhf_mp.config.keys import ABSENT, ALIASES, FAMILIAR, KNOBS, SECTIONS, choices, nearest
+from rlhf_mp.config.knob import default_of
 from rlhf_mp.config.load import load_config, range_problems
-from rlhf_mp.config.schema import default_of
 from rlhf_mp.rewards.registered import rewards
 
 ROOT = Path(__file__).parents[2]

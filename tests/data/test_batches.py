@@ -7,8 +7,8 @@ import pytest
 from rlhf_mp.data.batches import Batches
 from rlhf_mp.data.collate import collate
 from rlhf_mp.data.examples import Example, Learned
+from rlhf_mp.data.order import PromptOrder
 from rlhf_mp.data.partition import Cut
-from rlhf_mp.data.prompts import PromptOrder
 from rlhf_mp.errors import ConfigError
 
 

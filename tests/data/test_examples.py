@@ -38,7 +38,7 @@ def read(tmp_path, tokenizer):
         (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         stop_ids = [END, *tokenizer.convert_tokens_to_ids([*stop])]
         return ExampleReader(task, tokenizer, stop_ids, DataConfig(max_length=60, **data)).read(
-            str(tmp_path / "rows.jsonl")
+            [str(tmp_path / "rows.jsonl")]
         )
 
     return examples
@@ -146,7 +146,9 @@ def test_too_long_examples_are_dropped_and_counted_or_refused(read):
 def test_only_the_first_rows_are_read_where_so_many_are_wanted(tmp_path, tokenizer):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "q", "response": "a"}\n' * 5)
     reader = ExampleReader("sft", tokenizer, [END], DataConfig(max_length=60))
-    assert len(reader.read(str(tmp_path / "rows.jsonl"), at_most=3).examples) == 3
+    rows = str(tmp_path / "rows.jsonl")
+    found = reader.read([rows, rows], at_most=3)
+    assert (len(found.examples), found.sizes) == (6, [3, 3])
 
 
 def test_without_a_chat_template_there_is_a_way_out(read, tokenizer):

@@ -13,8 +13,8 @@ from rlhf_mp.config.load import config_from_dict
 from rlhf_mp.data.batches import Batches
 from rlhf_mp.data.collate import collate
 from rlhf_mp.data.examples import ExampleReader
+from rlhf_mp.data.order import PromptOrder
 from rlhf_mp.data.partition import Cut
-from rlhf_mp.data.prompts import PromptOrder
 from rlhf_mp.models.hf import load_tokenizer, stop_token_ids
 from rlhf_mp.train.base import ParallelLayout, TrainEngine
 from rlhf_mp.train.build import join_ranks, make_actor, make_reference
@@ -70,7 +70,7 @@ def compare(task: str, folder: Path, backend: list[str]) -> dict[str, float]:
     alone = config_of(task, folder, ["actor_rollout_ref.actor.strategy=torch", "trainer.n_gpus_per_node=1"])
     tokenizer = load_tokenizer(str(folder / "model"))
     reader = ExampleReader(task, tokenizer, stop_token_ids(str(folder / "model"), tokenizer), config.data)
-    examples = reader.read(str(folder / "rows.jsonl")).examples
+    examples = reader.read([str(folder / "rows.jsonl")]).examples
     oracle, engine = make_actor(alone, CPU, NUM_STEPS), make_actor(config, CPU, NUM_STEPS)
     expected = train(oracle, alone, examples, Cut(max_tokens=200), ONE_PROCESS)
     found = train(engine, config, examples, Cut(max_tokens=40), engine.layout)

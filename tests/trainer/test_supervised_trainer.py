@@ -14,8 +14,8 @@ from rlhf_mp.config.load import config_from_dict
 from rlhf_mp.data.batches import Batches
 from rlhf_mp.data.collate import collate
 from rlhf_mp.data.examples import ExampleReader
+from rlhf_mp.data.order import PromptOrder
 from rlhf_mp.data.partition import Cut
-from rlhf_mp.data.prompts import PromptOrder
 from rlhf_mp.models.hf import load_tokenizer, save_checkpoint, stop_token_ids
 from rlhf_mp.models.tiny import TinyShape, character_tokenizer, make_checkpoint
 from rlhf_mp.observe.metrics import MetricLog
@@ -68,7 +68,7 @@ def trainer(folder: Path, task: str, run_dir: Path, num_steps: int, **schedule) 
     model = str(folder / "model")
     tokenizer = load_tokenizer(model)
     reader = ExampleReader(task, tokenizer, stop_token_ids(model, tokenizer), config.data)
-    examples = reader.read(str(folder / "rows.jsonl")).examples
+    examples = reader.read([str(folder / "rows.jsonl")]).examples
     cut = Cut(max_tokens=64)
     batches = Batches(examples[20:], PromptOrder(80, 16, 1, True), (cut, cut), 0, 1)
     engine, task_parts = make_actor(config, CPU, 100), make_task(config)
