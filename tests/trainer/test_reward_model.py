@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from test_trainer import SHARE, trainer
 
 from rlhf_mp.config.schema import RewardModelConfig
 from rlhf_mp.data.collate import collate
@@ -100,3 +101,28 @@ def test_a_resumed_run_normalises_as_it_would_have():
     resumed.load_state_dict(straight.state_dict())
     batch = batch_of([2, 4])
     assert torch.equal(resumed.rewards(batch, [[0, 1]])[0], straight.rewards(batch, [[0, 1]])[0])
+
+
+def test_a_reward_models_rewards_are_what_advantages_come_from_and_what_it_has_seen_is_saved():
+    class RewardModel:
+        def rewards(self, batch, cut):
+            assert cut == SHARE.score_rows and batch.rewards.tolist() == [1.0, 0.0, 0.0, 1.0]
+            return 10 * batch.rewards + 1, {"reward_mean": (24.0, 4)}
+
+        def state_dict(self):
+            return {"count": 4}
+
+        def load_state_dict(self, state):
+            self.loaded = state
+
+    made = trainer(1, [], reward_model=RewardModel())
+    made.rollouts.state_dict = lambda step: {"batch": step}
+    made.rollouts.load_state_dict = lambda state: None
+    made.train()
+    assert made.data_state() == {"batch": 1, "reward_model": {"count": 4}}
+    made.load_data_state(made.data_state())
+    assert made.reward_model.loaded == {"count": 4}
+    (first, _), _ = made.actor.batches
+    assert first[0].rewards.tolist() == [1.0, 11.0] and first[0].advantages.max() == 11.0
+    ((_, metrics), _) = made.log.sinks[0].written
+    assert metrics["reward_model/reward_mean"] == 6.0
