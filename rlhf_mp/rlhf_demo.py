@@ -104,6 +104,14 @@ def prepare(out: Path, seed: int) -> None:
         write_rows(out / f"{name}_pairs.jsonl", preferences(part, seed))
 
 
+def words(stage: Stage, out: Path, strategy: str) -> list[str]:
+    """The knobs that a stage is launched with."""
+    backend: tuple[str, ...] = ()
+    if strategy == "megatron":
+        backend = MEGATRON + (MEGATRON_PPO if stage.name == "ppo" else ())
+    return [*stage.overrides, *backend, f"trainer.default_local_dir={out / stage.name}"]
+
+
 def launch(stage: Stage, out: Path, strategy: str, port: int) -> None:
     """Run a stage to its end; one that was interrupted continues.
 
@@ -111,13 +119,9 @@ def launch(stage: Stage, out: Path, strategy: str, port: int) -> None:
         SystemExit: it failed; what failed has been printed.
     """
     launcher = [str(Path(sys.executable).parent / "deepspeed"), "--num_gpus", "2", "--master_port", str(port)]
-    backend: tuple[str, ...] = ()
-    if strategy == "megatron":
-        backend = MEGATRON + (MEGATRON_PPO if stage.name == "ppo" else ())
-    words = [*stage.overrides, *backend, f"trainer.default_local_dir={out / stage.name}"]
     train = [str(ROOT / "launch" / "train.py"), "--config", str(ROOT / "configs" / stage.config)]
     print(f"\n=== {stage.name}", flush=True)
-    code = subprocess.run([*launcher, *train, *words]).returncode
+    code = subprocess.run([*launcher, *train, *words(stage, out, strategy)]).returncode
     if code != 0:
         raise SystemExit(code)
 

@@ -77,12 +77,15 @@ def compare(task: str, folder: Path, backend: list[str]) -> dict[str, float]:
     weights = {name: p.detach().clone() for name, p in oracle.weights()}
     differences = {name: (p - weights.pop(name)).abs().max().item() for name, p in engine.weights()}
     assert not weights, f"not exported: {sorted(weights)}"
+    batch = collate([t for group, example in enumerate(examples[:6]) for t in example.trajectories(group)])
+    scores = zip(*(model.score([batch.select([0, 1, 4, 5]), batch]) for model in (engine, oracle)), strict=True)
     norms = zip(found["grad_norm"], expected["grad_norm"], strict=True)
     return {
         "loss": (over_ranks(found["loss"]) - torch.tensor(expected["loss"])).abs().max().item(),
         "accuracy": (over_ranks(found["accuracy"]) - torch.tensor(expected["accuracy"])).abs().max().item(),
         "grad_norm": max(abs(a / b - 1) for a, b in norms),
         "weights": max(differences.values()),
+        "score": max((ours - theirs).abs().max().item() for ours, theirs in scores),
         "fell": expected["loss"][0] - expected["loss"][-1],
     }
 

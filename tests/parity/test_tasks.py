@@ -53,5 +53,5 @@ def report(request, tmp_path_factory) -> dict:
 def test_two_ranks_train_like_one_process(report, task):
     found = report[task]
     assert found["fell"] > 1e-3, "standing still would agree too"
-    for what in ("loss", "accuracy", "grad_norm", "weights"):
+    for what in ("loss", "accuracy", "grad_norm", "weights", "score"):
         assert found[what] <= TOLERANCE, (what, found)
