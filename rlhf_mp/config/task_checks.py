@@ -23,6 +23,7 @@ ACTS_IN = {
     "reward": RL,
     "reward_model": RL,
     "dpo": {"dpo"},
+    "actor_rollout_ref.model.logits_chunk_mb": {"rl", "sft", "dpo"},
     "actor_rollout_ref.rollout": RL,
     "actor_rollout_ref.weight_sync": RL,
     "actor_rollout_ref.ref": {"rl", "dpo"},

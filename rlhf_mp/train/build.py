@@ -99,7 +99,9 @@ def policy_head(config: RunConfig) -> PolicyHead:
 
 def trained_head(config: RunConfig) -> Head:
     """What the model that ``trainer.task`` trains ends in."""
-    return RewardHead() if config.trainer.task == "reward_model" else policy_head(config)
+    if config.trainer.task == "reward_model":
+        return RewardHead(packed=config.actor_rollout_ref.model.use_remove_padding)
+    return policy_head(config)
 
 
 def make_actor(config: RunConfig, device: torch.device, num_updates: int) -> TrainEngine:
@@ -117,7 +119,7 @@ def make_critic(config: RunConfig, device: torch.device, num_updates: int) -> Tr
 def make_reward_scorer(config: RunConfig, device: torch.device) -> Scorer:
     """The frozen reward model, spread over the ranks as the actor is."""
     own, actor = config.reward_model, config.actor_rollout_ref.actor
-    return make_scorer(own.model, actor, own.fsdp_config, RewardHead(), device)
+    return make_scorer(own.model, actor, own.fsdp_config, RewardHead(packed=own.model.use_remove_padding), device)
 
 
 def common_layout(config: RunConfig) -> ParallelLayout | None:

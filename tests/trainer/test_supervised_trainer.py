@@ -54,13 +54,15 @@ def folder(tmp_path_factory) -> Path:
     return path
 
 
-def trainer(folder: Path, task: str, run_dir: Path, num_steps: int, **schedule) -> SupervisedTrainer:
+def trainer(
+    folder: Path, task: str, run_dir: Path, num_steps: int, *, packed: bool = False, **schedule
+) -> SupervisedTrainer:
     config = config_from_dict(
         {
             "trainer": {"task": task, "n_gpus_per_node": 1},
             "data": {"train_batch_size": 16, "max_length": 16, "apply_chat_template": False},
             "actor_rollout_ref": {
-                "model": {"path": str(folder / "model"), "dtype": "float32"},
+                "model": {"path": str(folder / "model"), "dtype": "float32", "use_remove_padding": packed},
                 "actor": {"strategy": "torch", "optim": {"lr": 3e-3, "lr_warmup_steps": 2}},
             },
         }
@@ -69,7 +71,7 @@ def trainer(folder: Path, task: str, run_dir: Path, num_steps: int, **schedule) 
     tokenizer = load_tokenizer(model)
     reader = ExampleReader(task, tokenizer, stop_token_ids(model, tokenizer), config.data)
     examples = reader.read([str(folder / "rows.jsonl")]).examples
-    cut = Cut(max_tokens=64)
+    cut = Cut(max_tokens=64, packed=packed)
     batches = Batches(examples[20:], PromptOrder(80, 16, 1, True), (cut, cut), 0, 1)
     engine, task_parts = make_actor(config, CPU, 100), make_task(config)
     checkpoints = RunCheckpoints(
@@ -93,6 +95,7 @@ def trainer(folder: Path, task: str, run_dir: Path, num_steps: int, **schedule) 
         checkpoints=checkpoints,
         log=MetricLog([Sink()], lambda sums: sums),
         watch=lambda phase: nullcontext(),
+        packed=packed,
     )
     made.config = config
     return made
@@ -146,6 +149,17 @@ def test_validation_is_the_loss_of_all_held_out_examples_whatever_the_cut(folder
     scores = made.actor.score([batch])[0]
     loss, _ = made.task.loss(made.task.output(scores), batch, made.validation.minibatches[0].totals)
     assert found["eval/loss"] == pytest.approx(loss.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_packing_changes_neither_losses_nor_metrics_and_leaves_no_padding(folder, tmp_path, task):
+    padded, packed = (trainer(folder, task, tmp_path / str(p), num_steps=3, packed=p) for p in (False, True))
+    padded.train()
+    packed.train()
+    for (step, ours), (_, theirs) in zip(written(packed), written(padded), strict=True):
+        names = [name for name in theirs if name.endswith(("loss", "accuracy", "reward", "grad_norm"))]
+        assert names and [ours[n] for n in names] == pytest.approx([theirs[n] for n in names], rel=1e-3, abs=1e-5), step
+    assert written(packed)[1][1]["train/padding_fraction"] == 0 < written(padded)[1][1]["train/padding_fraction"]
 
 
 def test_the_reference_scores_held_out_pairs_once(folder, tmp_path):
