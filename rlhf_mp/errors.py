@@ -46,5 +46,9 @@ class SyncError(RuntimeError):
     """New weights did not arrive whole: which tensor, which version, which engine."""
 
 
+class SampleError(RuntimeError):
+    """What was sampled cannot be trained on: a reward that is no number, or no group whose rewards differ."""
+
+
 class CheckpointError(RuntimeError):
     """A checkpoint is damaged or belongs to something else."""

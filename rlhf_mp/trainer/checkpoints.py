@@ -84,6 +84,7 @@ class RunCheckpoints:
             "trained": self.trained,
             "num_ranks": self.ranks.num_ranks,
             "data": trainer.rollouts.state_dict(trainer.step),
+            "algorithm": trainer.algorithm.state_dict(),
         }
 
     def load_newest(self, trainer: Trainer) -> None:
@@ -100,6 +101,7 @@ class RunCheckpoints:
             engine.load(folder / name)
         torch.set_rng_state(torch.load(folder / f"rng_{self.ranks.rank}.pt", weights_only=True))
         trainer.rollouts.load_state_dict(state["data"])
+        trainer.algorithm.load_state_dict(state["algorithm"])
         trainer.step = state["step"]
         self.say(f"resumed from {folder} at step {trainer.step}")
 

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from rlhf_mp.algorithms.base import Algorithm
+from rlhf_mp.algorithms.normalize import SumOverRanks, only_rank
 from rlhf_mp.algorithms.value_loss import value_metrics
 from rlhf_mp.data.collate import collate
 from rlhf_mp.data.types import LossFn, MiniBatch, SampleText, Share, Sums, TokenBatch
@@ -65,7 +66,7 @@ class Trainer:
     watch: Callable[[Phase], AbstractContextManager[None]]  # a phase that hangs is reported
     has_validation: bool
     critic: TrainEngine | None = None
-    sum_over_ranks: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor  # collective
+    sum_over_ranks: SumOverRanks = only_rank
     counts: bool = True  # False where another rank holds the same data, as a part of the same model
     step: int = 0
     last_grad_norm: float = field(default=0.0, init=False)
@@ -104,7 +105,7 @@ class Trainer:
         batch = collate(share.trajectories)
         with self.phase(Phase.score):
             self.score(batch, share)
-        batch.advantages = self.algorithm.advantages(batch.rewards, batch.group_ids, batch.mask)
+            self.count(self.algorithm.estimate(batch, self.sum_over_ranks))
         with self.phase(Phase.train):
             if self.critic is not None:
                 self.count(value_metrics(batch, self.sum_over_ranks), "critic/")
