@@ -188,10 +188,10 @@ def test_a_critic_is_planned_as_its_own_section_says(folder):
 
 
 def test_what_would_help_names_the_critics_knobs_too(folder):
-    small = Machine(find_gpu("A100-40G"), 2000 * GIB)
+    small = Machine(replace(find_gpu("h100"), memory=56 * GIB), 2000 * GIB)
     (problem,) = plan_problems(run(folder, **{"algorithm.adv_estimator": "gae"}), small)
     overrides = knobs(problem.fix.split(";")[0])
-    assert "critic.fsdp_config.optimizer_offload" in overrides
+    assert "critic.ppo_max_token_len_per_gpu" in overrides
     assert list(plan_problems(run(folder, **{"algorithm.adv_estimator": "gae"} | overrides), small)) == []
 
 
