@@ -82,9 +82,11 @@ def set_aside_later(run_dir: Path, step: int) -> list[Path]:
     return places
 
 
-def remove_old(run_dir: Path, keep: int) -> None:
+def remove_old(run_dir: Path, keep: int, spare: int | None = None) -> None:
+    """Keep the newest few, and that of step ``spare``."""
     for folder in newest_first(run_dir)[keep:]:
-        shutil.rmtree(folder)
+        if step_of(folder) != spare:
+            shutil.rmtree(folder)
 
 
 def damage(folder: Path, *, checksums: bool) -> Iterator[str]:

@@ -64,6 +64,8 @@ def checked_estimator(config: RunConfig) -> tuple[Estimator, Needs]:
     needs = getattr(estimator, "needs", Needs())
     if not isinstance(needs, Needs):
         raise _broken(ESTIMATOR, name, f"its attribute needs is {needs!r}, not a Needs of rlhf_mp.config.algorithm")
+    if config.critic.enable and found.returns is None:
+        raise _broken(ESTIMATOR, name, "it gives no returns, and a critic is trained towards them (critic.enable)")
     if problems := list(unmet_needs(config, needs)):
         raise ConfigError(problems)
     return estimator, needs

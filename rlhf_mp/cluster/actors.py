@@ -3,12 +3,14 @@
 import asyncio
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from rlhf_mp.cluster.scheduler import Evaluation, RolloutScheduler
 from rlhf_mp.config.schema import RunConfig
+from rlhf_mp.data.order import make_order
+from rlhf_mp.data.prompt_table import DataFile, compare_files
 from rlhf_mp.data.prompts import load_prompts
 from rlhf_mp.data.types import Share
 from rlhf_mp.models.hf import load_tokenizer, stop_token_ids
@@ -16,6 +18,7 @@ from rlhf_mp.rewards.registered import rewards
 from rlhf_mp.rollout.sampler import Sampler
 from rlhf_mp.rollout.sglang_client import SGLangClient
 from rlhf_mp.rollout.sglang_server import Address, ServerPlan, SGLangServer, describe_exit
+from rlhf_mp.rollout.validation import file_names
 
 
 def write_output_to(log_file: Path) -> None:
@@ -51,6 +54,7 @@ class DataFacts:
 
     num_prompts: int
     num_dropped: int
+    num_truncated: int
     num_validation: int
     steps_per_epoch: int
     stop_token_ids: list[int]
@@ -64,19 +68,24 @@ class SchedulerActor:
         model, data = config.actor_rollout_ref.model, config.data
         tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
         train = load_prompts(data.train_files, tokenizer, data)
-        validation = load_prompts(data.val_files, tokenizer, data).prompts if data.val_files else []
-        if data.val_max_samples >= 0:
-            validation = validation[: data.val_max_samples]
+        validation = {
+            name: load_prompts([file], tokenizer, data).first(data.val_max_samples)
+            for name, file in zip(file_names(data.val_files), data.val_files, strict=True)
+        }
+        self.files = {"data.train_files": train.facts.files}
+        self.files |= {"data.val_files": [file for prompts in validation.values() for file in prompts.facts.files]}
         reward = rewards[config.reward.name](config.reward)
         stop_ids = stop_token_ids(model.path, tokenizer, trust_remote_code=model.trust_remote_code)
+        order = make_order(train.facts.sizes, train.curriculum, data)
         self.scheduler = RolloutScheduler(
-            config, Sampler(tokenizer, reward), reward, train.prompts, validation, stop_ids
+            config, Sampler(tokenizer, reward), reward, train, order, validation, stop_ids
         )
         self.found = DataFacts(
-            num_prompts=len(train.prompts),
-            num_dropped=train.num_dropped,
-            num_validation=len(validation),
-            steps_per_epoch=self.scheduler.order.batches_per_epoch,
+            num_prompts=len(train),
+            num_dropped=train.facts.num_dropped,
+            num_truncated=train.facts.num_truncated,
+            num_validation=sum(map(len, validation.values())),
+            steps_per_epoch=order.batches_per_epoch,
             stop_token_ids=stop_ids,
         )
 
@@ -100,10 +109,19 @@ class SchedulerActor:
         return await self.scheduler.evaluate()
 
     async def state_dict(self, step: int) -> dict[str, Any]:
-        return self.scheduler.state_dict(step)
+        files = {knob: [asdict(file) for file in files] for knob, files in self.files.items()}
+        return {"order": self.scheduler.state_dict(step), "files": files}
 
-    async def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.scheduler.load_state_dict(state)
+    async def load_state_dict(self, state: dict[str, Any]) -> list[str]:
+        """Returns what the user should know of, though the run can continue.
+
+        Raises:
+            CheckpointError: the training files have changed, or what decides the order of their prompts.
+        """
+        then = {knob: [DataFile(**file) for file in files] for knob, files in state["files"].items()}
+        remarks = compare_files(then, self.files)
+        self.scheduler.load_state_dict(state["order"])
+        return remarks
 
     async def ended(self) -> str:
         """Never returns; the call fails when this process dies."""

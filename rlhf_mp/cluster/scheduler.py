@@ -1,19 +1,22 @@
 """Decides what is sampled when, and who trains on it. Plain asyncio: no Ray here, so tests need no cluster."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from rlhf_mp.algorithms.contract import checked_estimator
 from rlhf_mp.cluster.groups import Group, filled, numbered, require_numbers, shaped, step_metrics
 from rlhf_mp.config.schema import RunConfig
+from rlhf_mp.data.order import Order
 from rlhf_mp.data.partition import Cut, Cuts, RankPlan, plan_step
-from rlhf_mp.data.prompts import Prompt, PromptOrder
-from rlhf_mp.data.types import SampleText, Share, Sums, Trajectory
+from rlhf_mp.data.prompts import Prompt
+from rlhf_mp.data.types import SampleText, Share, Sums, TokenTrace, Trajectory
 from rlhf_mp.rewards.base import Reward
+from rlhf_mp.rewards.vote import vote
 from rlhf_mp.rollout.base import SamplingParams
 from rlhf_mp.rollout.sampler import Sampler, response_seed
+from rlhf_mp.rollout.validation import Judged, validation_metrics
 
 
 @dataclass(frozen=True)
@@ -37,9 +40,10 @@ def validation_params(config: RunConfig, stop_token_ids: Sequence[int]) -> Sampl
 
 def cuts(config: RunConfig) -> tuple[Cut, Cut]:
     """How training and forward-only micro-batches are cut."""
-    actor = config.actor_rollout_ref.actor
+    actor, packed = config.actor_rollout_ref.actor, config.actor_rollout_ref.model.use_remove_padding
     if actor.use_dynamic_bsz:
-        return Cut(max_tokens=actor.ppo_max_token_len_per_gpu), Cut(max_tokens=actor.log_prob_max_token_len_per_gpu)
+        limits = actor.ppo_max_token_len_per_gpu, actor.log_prob_max_token_len_per_gpu
+        return tuple(Cut(max_tokens=limit, packed=packed) for limit in limits)
     train, score = actor.ppo_micro_batch_size_per_gpu, actor.log_prob_micro_batch_size_per_gpu
     return Cut(max_sequences=train), Cut(max_sequences=score)
 
@@ -51,7 +55,8 @@ def critic_cuts(config: RunConfig) -> Cuts | None:
         return None
     if config.actor_rollout_ref.actor.use_dynamic_bsz:
         train, score = critic.ppo_max_token_len_per_gpu, critic.forward_max_token_len_per_gpu
-        return Cuts(Cut(max_tokens=train), Cut(max_tokens=score), critic.ppo_epochs)
+        packed = critic.model.use_remove_padding
+        return Cuts(Cut(max_tokens=train, packed=packed), Cut(max_tokens=score, packed=packed), critic.ppo_epochs)
     train, score = critic.ppo_micro_batch_size_per_gpu, critic.forward_micro_batch_size_per_gpu
     return Cuts(Cut(max_sequences=train), Cut(max_sequences=score), critic.ppo_epochs)
 
@@ -67,13 +72,17 @@ class RolloutScheduler:
         sampler: Sampler,
         reward: Reward,
         train: Sequence[Prompt],
-        validation: Sequence[Prompt],
+        order: Order,
+        validation: Mapping[str, Sequence[Prompt]],
         stop_token_ids: Sequence[int],
     ):
-        data = config.data
+        """
+        Args:
+            order: which of ``train`` each step uses.
+            validation: the prompts of each validation file, by its name.
+        """
         self.config, self.sampler, self.reward = config, sampler, reward
-        self.train, self.validation, self.stop_token_ids = train, validation, stop_token_ids
-        self.order = PromptOrder(len(train), data.train_batch_size, data.seed, data.shuffle)
+        self.train, self.order, self.validation, self.stop_token_ids = train, order, validation, stop_token_ids
         self.needs_baselines = checked_estimator(config)[1].greedy_baseline
         self.version = -1  # nothing published yet
         self._published = asyncio.Condition()
@@ -98,23 +107,29 @@ class RolloutScheduler:
         return (await asyncio.shield(self._steps[step]))[dp_rank]
 
     async def evaluate(self) -> Evaluation:
-        """Sample the validation prompts from the live weights; pass@1 counts a reward of at least 1 as solved."""
-        own = self.config.actor_rollout_ref.rollout.val_kwargs
+        """Sample the validation prompts from the live weights."""
+        own, seed = self.config.actor_rollout_ref.rollout.val_kwargs, self.config.trainer.seed
+        prompts = [prompt for of_file in self.validation.values() for prompt in of_file]
         seeds = [
-            [response_seed(self.config.trainer.seed, -1, g, i) for i in range(own.n)]
-            for g in range(len(self.validation))
+            [response_seed(seed, -1 - file, g, i) for i in range(own.n)]
+            for file, of_file in enumerate(self.validation.values())
+            for g in range(len(of_file))
         ]
-        groups = await self.sampler.groups(self.validation, validation_params(self.config, self.stop_token_ids), seeds)
-        require_numbers([Group(*pair) for pair in zip(self.validation, groups, strict=True)], self.sampler.text)
-        responses = [t for group in groups for t in group]
-        return Evaluation(
-            {
-                "accuracy": (sum(t.reward >= 1.0 for t in responses), len(responses)),
-                "reward_mean": (sum(t.reward for t in responses), len(responses)),
-                "response_length_mean": (sum(len(t.response_ids) for t in responses), len(responses)),
-            },
-            self._texts(self.validation, groups),
-        )
+        params = validation_params(self.config, self.stop_token_ids)
+        found = await self.sampler.groups(prompts, params, seeds)
+        require_numbers([Group(*pair) for pair in zip(prompts, found, strict=True)], self.sampler.text)
+        rest = iter(found)
+        groups = {name: [next(rest) for _ in of_file] for name, of_file in self.validation.items()}
+        judged = {name: [[self._judged(t) for t in group] for group in of_file] for name, of_file in groups.items()}
+        samples = [
+            sample
+            for name, of_file in self.validation.items()
+            for sample in self._texts(of_file, groups[name], name, self.config.trainer.log_val_generations)
+        ]
+        return Evaluation(validation_metrics(judged), samples)
+
+    def _judged(self, response: Trajectory) -> Judged:
+        return Judged(response.reward, len(response.response_ids), vote(self.sampler.text(response.response_ids)))
 
     def state_dict(self, step: int) -> dict[str, Any]:
         """Where the data stands once ``step`` steps are done, whatever has been sampled ahead since."""
@@ -130,7 +145,9 @@ class RolloutScheduler:
         if filter_groups.enable:
             async with self._filling:  # a step draws its last prompt before the next one draws its first
                 chosen, metrics = await filled(
-                    lambda number: self._draw(step, number), self.order.batch_size, filter_groups.max_num_gen_batches
+                    lambda number: self._draw(step, number),
+                    self.config.data.train_batch_size,
+                    filter_groups.max_num_gen_batches,
                 )
         else:
             chosen, metrics = await self._draw(step, 0), {}
@@ -139,14 +156,13 @@ class RolloutScheduler:
             "rollout/epoch": (self._epochs.pop(step), 1),
             "rollout/reward_timeouts": (self.reward.num_timeouts - timeouts, 1),
         }
-        samples = self._texts([group.prompt for group in chosen], groups)
         trajectories = [t for group in groups for t in group]
         buffer, max_length = self.config.reward.overlong_buffer, self.config.data.max_response_length
         if buffer.enable:  # last: what is solved, and which groups differ, is for the reward itself to say
             before = sum(t.reward for t in trajectories)
             trajectories = [shaped(t, max_length, buffer) for t in trajectories]
             metrics["rollout/overlong_penalty_mean"] = (sum(t.reward for t in trajectories) - before, len(trajectories))
-        return self._shares(trajectories, metrics, samples)
+        return self._shares([group.prompt for group in chosen], trajectories, metrics)
 
     async def _draw(self, step: int, number: int) -> list[Group]:
         """Sample the next batch of prompts, the so-manieth of this step."""
@@ -182,7 +198,7 @@ class RolloutScheduler:
             found = [shaped(t, self.config.data.max_response_length, buffer) for t in found]
         return [t.reward for t in found]
 
-    def _shares(self, trajectories: list[Trajectory], metrics: Sums, samples: list[SampleText]) -> list[Share]:
+    def _shares(self, prompts: Sequence[Prompt], trajectories: list[Trajectory], metrics: Sums) -> list[Share]:
         actor = self.config.actor_rollout_ref.actor
         train_cut, score_cut = cuts(self.config)
         plans: list[RankPlan] = plan_step(
@@ -200,12 +216,41 @@ class RolloutScheduler:
             Share([trajectories[row] for row in plan.rows], plan.score_rows, plan.minibatches, critic=plan.critic)
             for plan in plans
         ]
-        shares[0] = replace(shares[0], metrics=metrics, samples=samples)
+        shares[0] = replace(shares[0], metrics=metrics, samples=self._training_texts(prompts, shares[0].trajectories))
         return shares
 
-    def _texts(self, prompts: Sequence[Prompt], groups: Sequence[Sequence[Trajectory]]) -> list[SampleText]:
-        shown = list(zip(prompts, groups, strict=True))[: self.config.trainer.log_samples]
+    def _training_texts(self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) -> list[SampleText]:
+        """Some of what rank 0 trains on, with its rows: rank 0 adds what training makes of it."""
+        rows: dict[int, list[int]] = {}
+        for row, t in enumerate(trajectories):
+            rows.setdefault(t.group_id, []).append(row)
+        shown = dict(list(rows.items())[: self.config.trainer.log_samples])
+        texts = self._texts(
+            [prompts[group] for group in shown],
+            [[trajectories[row] for row in of_group] for of_group in shown.values()],
+            "training",
+            len(shown),
+        )
+        in_order = [row for of_group in shown.values() for row in of_group]
+        return [replace(text, row=row) for text, row in zip(texts, in_order, strict=True)]
+
+    def _texts(
+        self, prompts: Sequence[Prompt], groups: Sequence[Sequence[Trajectory]], source: str, num_shown: int
+    ) -> list[SampleText]:
+        """All responses to the first prompts; the first response to each of fewer is for the log too."""
+        num_logged = self.config.trainer.log_samples
         return [
-            SampleText(prompt.text, self.sampler.text(group[0].response_ids), group[0].reward, prompt.answer)
-            for prompt, group in shown
+            SampleText(
+                prompt.text,
+                self.sampler.text(t.response_ids),
+                t.reward,
+                prompt.answer,
+                source,
+                in_log=g < num_logged and i == 0,
+                trace=TokenTrace(t.response_ids, t.response_logprobs, t.loss_mask, t.finish_reason),
+            )
+            for g, (prompt, group) in enumerate(zip(prompts, groups, strict=True))
+            if g < max(num_logged, num_shown)
+            for i, t in enumerate(group)
+            if g < num_shown or i == 0
         ]

@@ -83,8 +83,12 @@ def unmet_needs(config: RunConfig, needs: Needs) -> Iterator[Problem]:
             f"{ROLLOUT}.n=8, or algorithm.adv_estimator=reinforce_plus_plus",
         )
     if needs.critic and not config.critic.enable:
-        reason = f"{estimator} needs the values of a critic"
-        yield Problem("critic.enable", False, reason, "critic.enable=true, or algorithm.adv_estimator=grpo")
+        yield Problem(
+            "algorithm.adv_estimator",
+            estimator,
+            f"needs the values of a critic, and critic.enable={str(config.critic.enable).lower()}",
+            "critic.enable=true, or algorithm.adv_estimator=grpo",
+        )
 
 
 def _kl_problems(config: RunConfig) -> Iterator[Problem]:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 from importlib.util import find_spec
 
-from rlhf_mp.config import algorithm_checks, backend_checks, critic_checks
+from rlhf_mp.config import algorithm_checks, backend_checks, critic_checks, data_checks
 from rlhf_mp.config.schema import ActorConfig, RunConfig
 from rlhf_mp.errors import Problem
 
@@ -22,6 +22,7 @@ def written_problems(config: RunConfig, given: AbstractSet[str]) -> Iterator[Pro
     yield from algorithm_checks.written_problems(config)
     yield from critic_checks.written_problems(config)
     yield from backend_checks.written_problems(config, given)
+    yield from data_checks.written_problems(config)
     trainer = config.trainer
     if config.data.system_prompt and not config.data.apply_chat_template:
         yield Problem(
@@ -60,6 +61,7 @@ def cross_problems(config: RunConfig) -> Iterator[Problem]:
     yield from critic_checks.critic_problems(config)
     yield from _engine_problems(config)
     yield from _trainer_problems(config)
+    yield from data_checks.data_problems(config)
 
 
 def _batch_problems(config: RunConfig) -> Iterator[Problem]:

@@ -6,7 +6,7 @@ from dataclasses import fields
 
 from rlhf_mp.config.algorithm import ESTIMATORS
 from rlhf_mp.config.derive import derive, has_critic, needs_critic
-from rlhf_mp.config.schema import CriticConfig, RunConfig
+from rlhf_mp.config.schema import CriticConfig, ModelConfig, RunConfig
 from rlhf_mp.errors import Problem
 
 
@@ -43,6 +43,18 @@ def critic_problems(config: RunConfig) -> Iterator[Problem]:
         )
     if not critic.enable:
         return
+    own, actors = critic.model, config.actor_rollout_ref.model
+    if own.use_remove_padding != actors.use_remove_padding:
+        yield Problem(
+            "critic.model.use_remove_padding",
+            own.use_remove_padding,
+            f"actor_rollout_ref.model.use_remove_padding = {actors.use_remove_padding}; a job packs all or none",
+            "remove it",
+        )
+    if own.logits_chunk_mb != ModelConfig().logits_chunk_mb:
+        yield Problem(
+            "critic.model.logits_chunk_mb", own.logits_chunk_mb, "no effect: a critic has no logits", "remove it"
+        )
     longest = config.data.max_prompt_length + config.data.max_response_length
     if config.actor_rollout_ref.actor.use_dynamic_bsz:
         for name in ("ppo_max_token_len_per_gpu", "forward_max_token_len_per_gpu"):

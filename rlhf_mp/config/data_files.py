@@ -1,14 +1,18 @@
-"""Do the files with prompts exist, parse and have the columns? JSON is read whole; of binary formats the schema."""
+"""Do the files with prompts exist, parse and have the columns? Of JSON the beginning is read; of binary formats the
+schema. The rest is checked, line by line too, when the prompts are tokenised.
+"""
 
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
+from typing import BinaryIO
 
 from rlhf_mp.config.schema import DataConfig
 from rlhf_mp.errors import Absent, Problem
 
+PARSED_BYTES = 32_000_000  # of each JSON file before anything starts: under a second
 MAX_PROBLEMS_PER_FILE = 3  # a file broken on one line is often broken on all
 
 
@@ -76,11 +80,13 @@ def _unknown_format(path: Path, key: str) -> Problem:
 
 def _jsonl(path: Path, data: DataConfig) -> Contents:
     rows, problems = 0, []
-    wanted = {"prompt_key": data.prompt_key, "answer_key": data.answer_key}
+    wanted = wanted_columns(data)
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
+            if file.tell() > PARSED_BYTES:
+                return Contents(rows + 1 + _count_lines(file), problems)
             where = f"{path}:{number}"
             row, problem = _parse(line, where)
             if problem is None:
@@ -95,6 +101,19 @@ def _jsonl(path: Path, data: DataConfig) -> Contents:
                 if len(problems) == MAX_PROBLEMS_PER_FILE:
                     break
     return Contents(rows, problems)
+
+
+def _count_lines(file: BinaryIO) -> int:
+    """Of what is left; a blank line counts too."""
+    return sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(1 << 20), b""))
+
+
+def wanted_columns(data: DataConfig) -> dict[str, str]:
+    """The columns that rows must have, by the knob that names them."""
+    wanted = {"prompt_key": data.prompt_key, "answer_key": data.answer_key}
+    if data.curriculum_key is not None:
+        wanted["curriculum_key"] = data.curriculum_key
+    return wanted
 
 
 def _parse(line: bytes, where: str) -> tuple[dict, Problem | None]:
@@ -112,7 +131,7 @@ def _parse(line: bytes, where: str) -> tuple[dict, Problem | None]:
 
 
 def _row_problem(row: dict, where: str, data: DataConfig) -> Problem | None:
-    for key in (data.prompt_key, data.answer_key):
+    for key in wanted_columns(data).values():
         if key not in row:
             return Problem(where, sorted(row), f"this line has no {key!r}, others have", "add it, or remove the line")
     prompt, answer = row[data.prompt_key], row[data.answer_key]
@@ -161,8 +180,7 @@ def _saved_dataset(path: Path, data: DataConfig) -> Contents:
 
 
 def _table(path: Path, columns: list[str], rows: int, data: DataConfig) -> Contents:
-    wanted = {"prompt_key": data.prompt_key, "answer_key": data.answer_key}
-    return Contents(rows, list(_absent_columns(wanted, columns, str(path))) if rows else [])
+    return Contents(rows, list(_absent_columns(wanted_columns(data), columns, str(path))) if rows else [])
 
 
 def _absent_columns(wanted: dict[str, str], columns: Iterable[str], where: str) -> Iterator[Problem]:

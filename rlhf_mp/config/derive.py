@@ -21,6 +21,8 @@ def derive(config: RunConfig) -> None:
         sync.canary_tolerance = 1e-4 if exact else 0.05
     if trainer.default_local_dir is None:
         trainer.default_local_dir = str(Path("runs") / trainer.project_name / trainer.experiment_name)
+    if config.data.cache_dir is None:
+        config.data.cache_dir = str(Path(trainer.default_local_dir) / "prompts")
 
 
 def _derive_actor(actor: ActorConfig) -> None:
@@ -57,7 +59,7 @@ def _derive_critic(config: RunConfig) -> None:
     critic.enable = has_critic(config)
     for own, others, names in (
         (critic, policy.actor, ("strategy", "ppo_epochs", "ppo_max_token_len_per_gpu", "ppo_micro_batch_size_per_gpu")),
-        (critic.model, policy.model, ("path", "dtype", "enable_gradient_checkpointing")),
+        (critic.model, policy.model, ("path", "dtype", "enable_gradient_checkpointing", "use_remove_padding")),
     ):
         for name in names:
             if getattr(own, name) is None:

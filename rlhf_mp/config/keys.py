@@ -35,10 +35,6 @@ ABSENT = {
     "actor_rollout_ref.rollout.free_cache_engine": ("engines free their KV cache whenever training runs", "remove it"),
     "actor_rollout_ref.rollout.mode": ("engines are always servers", "remove it"),
     "actor_rollout_ref.rollout.load_format": ("engines start from actor_rollout_ref.model.path", "remove it"),
-    "data.truncation": (
-        "prompts are never cut",
-        "data.filter_overlong_prompts=true drops too long ones, false makes them an error",
-    ),
 }
 """Keys (or sections) of configs people bring along that have nothing to act on here: (why, what to do instead)."""
 

@@ -41,6 +41,13 @@ def megatron_problems(trained: TrainedModel, ranks: int) -> Iterator[Problem]:
             f"no effect with {trained.key}.strategy=megatron",
             f"{trained.model_key}.enable_gradient_checkpointing=true in its place, or {trained.key}.strategy=deepspeed",
         )
+    if trained.model.use_remove_padding and megatron.context_parallel_size > 1:
+        yield Problem(
+            f"{trained.model_key}.use_remove_padding",
+            True,
+            f"ranks cannot share packed sequences ({key}.context_parallel_size={megatron.context_parallel_size})",
+            f"{trained.model_key}.use_remove_padding=false, or {key}.context_parallel_size=1",
+        )
     if missing := [name for name in ("megatron", "mbridge") if find_spec(name) is None]:
         fix = f"pip install megatron-core mbridge, or {trained.key}.strategy=deepspeed"
         yield Problem(f"{trained.key}.strategy", "megatron", f"not installed: {', '.join(missing)}", fix)
@@ -69,13 +76,6 @@ def _layout_problems(key: str, megatron: MegatronConfig, ranks: int) -> Iterator
             megatron.virtual_pipeline_model_parallel_size,
             f"there is nothing to interleave with {key}.pipeline_model_parallel_size=1",
             f"{key}.virtual_pipeline_model_parallel_size=null",
-        )
-    if megatron.packed and megatron.context_parallel_size > 1:
-        yield Problem(
-            f"{key}.packed",
-            True,
-            f"ranks cannot share packed sequences ({key}.context_parallel_size={megatron.context_parallel_size})",
-            f"{key}.packed=false, or {key}.context_parallel_size=1",
         )
 
 

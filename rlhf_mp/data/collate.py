@@ -1,10 +1,11 @@
-"""Trajectories to padded tensors."""
+"""Trajectories to padded tensors, and back to what people read."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
-from rlhf_mp.data.types import TokenBatch, Trajectory
+from rlhf_mp.data.types import SampleText, TokenBatch, Trajectory
 
 
 def collate(trajectories: Sequence[Trajectory]) -> TokenBatch:
@@ -45,3 +46,16 @@ def baselines(trajectories: Sequence[Trajectory]) -> torch.Tensor | None:
     """Rewards of greedy responses, if there are any."""
     found = [t.baseline for t in trajectories]
     return None if None in found else torch.tensor(found, dtype=torch.float32)
+
+
+def with_estimates(sample: SampleText, batch: TokenBatch) -> SampleText:
+    """``sample`` with the advantages, and the reference's log-probs where there are any, of its row of ``batch``."""
+    if sample.trace is None or sample.row is None:
+        return sample
+    end = int(batch.lengths[sample.row])
+    found = {
+        name: values[sample.row, end - len(sample.trace.ids) : end].tolist()
+        for name in ("advantages", "ref_logprobs")
+        if (values := getattr(batch, name)) is not None
+    }
+    return replace(sample, trace=replace(sample.trace, **found))

@@ -12,19 +12,25 @@ from rlhf_mp.data.types import MiniBatch, Passes, Totals
 
 @dataclass(frozen=True)
 class Cut:
-    """How much one micro-batch may hold: padded tokens (rows * longest row) or sequences, exactly one of them."""
+    """How much one micro-batch may hold: tokens or sequences, exactly one of them."""
 
     max_tokens: int | None = None
     max_sequences: int | None = None
+    packed: bool = False  # a row takes its own tokens, and not as many as the longest
 
     def __post_init__(self) -> None:
         if (self.max_tokens is None) == (self.max_sequences is None):
             raise ValueError(f"{self}: set exactly one of max_tokens and max_sequences")
 
-    def allows(self, num_rows: int, longest: int) -> bool:
+    def room(self, longest: int) -> int:
+        """Of an empty micro-batch whose first row will be its longest, in tokens if packed, otherwise in rows."""
         if self.max_sequences is not None:
-            return num_rows <= self.max_sequences
-        return num_rows * longest <= self.max_tokens
+            return self.max_sequences
+        return self.max_tokens if self.packed else self.max_tokens // longest
+
+    def need(self, length: int) -> int:
+        """Of a row, in the same unit."""
+        return length if self.packed and self.max_tokens is not None else 1
 
 
 @dataclass(frozen=True)
@@ -132,15 +138,19 @@ def cut_equally(rows_by_rank: Sequence[list[int]], lengths: Sequence[int], cut: 
 def cut_rows(rows: Sequence[int], lengths: Sequence[int], cut: Cut) -> list[list[int]]:
     """Micro-batches of rows of similar length, the longest first: if memory runs out, it does so at once."""
     micro_batches: list[list[int]] = []
+    rooms: list[int] = []  # left in each
     for row in sorted(rows, key=lambda row: -lengths[row]):
-        if not cut.allows(1, lengths[row]):
+        need = cut.need(lengths[row])
+        place = next((i for i, room in enumerate(rooms) if room >= need), len(rooms))  # first-fit decreasing
+        if place == len(rooms):
+            micro_batches.append([])
+            rooms.append(cut.room(lengths[row]))
+        if rooms[place] < need:
             raise ValueError(
                 f"trajectory {row} has {lengths[row]} tokens, more than the {cut.max_tokens} of a micro-batch"
             )
-        if micro_batches and cut.allows(len(micro_batches[-1]) + 1, lengths[micro_batches[-1][0]]):
-            micro_batches[-1].append(row)
-        else:
-            micro_batches.append([row])
+        micro_batches[place].append(row)
+        rooms[place] -= need
     return micro_batches
 
 

@@ -107,6 +107,18 @@ class Passes:
 
 
 @dataclass(frozen=True)
+class TokenTrace:
+    """A response token by token; all lists are of one length."""
+
+    ids: list[int]
+    logprobs: list[float]  # of the distribution sampled from
+    loss_mask: list[bool]  # False where the policy did not choose the token
+    finish_reason: str
+    advantages: list[float] | None = None  # None: nothing was trained on it
+    ref_logprobs: list[float] | None = None
+
+
+@dataclass(frozen=True)
 class SampleText:
     """A response as people read it."""
 
@@ -114,6 +126,10 @@ class SampleText:
     response: str
     reward: float
     truth: str
+    source: str = "training"  # or the name of a validation file
+    in_log: bool = True  # False: only for the page of rollouts, which shows more than a log can
+    trace: TokenTrace | None = None
+    row: int | None = None  # in the share it comes with
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,15 @@ from torch import Tensor, nn
 from rlhf_mp.data.types import Output, PolicyOutput, RewardOutput, TokenBatch, ValueOutput
 from rlhf_mp.models.hf import load_causal_lm
 from rlhf_mp.models.logprobs import policy_output
+from rlhf_mp.models.packing import packed_row
 from rlhf_mp.models.scalar import classifier_config, load_scalar_model
 
 
 @runtime_checkable
 class Head(Protocol):
     """Implemented for a policy, a critic and a reward model."""
+
+    packed: bool  # micro-batches are rows of sequences without padding, see packing.py
 
     def load(self, path: str, dtype: torch.dtype, *, trust_remote_code: bool = False) -> nn.Module:
         """A checkpoint's model with this head; one that the checkpoint lacks is new, and 0."""
@@ -46,12 +49,21 @@ class PolicyHead:
 
     temperature: float = 1.0  # log-probs are of the distribution that is sampled from
     entropy_grad: bool = False  # False saves the backward pass through the entropy when no loss uses it
+    logits_chunk_bytes: int = 0  # float32 logits that exist at once; 0: those of a whole micro-batch
+    packed: bool = False
 
     def load(self, path: str, dtype: torch.dtype, *, trust_remote_code: bool = False) -> nn.Module:
-        return load_causal_lm(path, dtype, trust_remote_code=trust_remote_code)
+        return load_causal_lm(path, dtype, packed=self.packed, trust_remote_code=trust_remote_code)
 
     def forward(self, model: nn.Module, batch: TokenBatch) -> PolicyOutput:
-        return policy_output(model, batch, temperature=self.temperature, entropy_grad=self.entropy_grad)
+        return policy_output(
+            model,
+            batch,
+            temperature=self.temperature,
+            entropy_grad=self.entropy_grad,
+            logits_chunk_bytes=self.logits_chunk_bytes,
+            packed=self.packed,
+        )
 
     def score(self, output: PolicyOutput, batch: TokenBatch) -> Tensor:
         return output.logprobs * batch.mask
@@ -67,11 +79,12 @@ class PolicyHead:
 class ScalarHead:
     """One number per position, from a linear layer on the last hidden state."""
 
+    packed: bool = False
     bias: ClassVar[bool]
     task: ClassVar[str]  # what transformers calls such models: <Architecture>For<task>
 
     def load(self, path: str, dtype: torch.dtype, *, trust_remote_code: bool = False) -> nn.Module:
-        return load_scalar_model(path, dtype, bias=self.bias, trust_remote_code=trust_remote_code)
+        return load_scalar_model(path, dtype, bias=self.bias, packed=self.packed, trust_remote_code=trust_remote_code)
 
     def saved_config(self, config: dict[str, Any]) -> dict[str, Any]:
         return classifier_config(config, self.task)
@@ -85,6 +98,10 @@ class ValueHead(ScalarHead):
     task = "TokenClassification"
 
     def forward(self, model: nn.Module, batch: TokenBatch) -> ValueOutput:
+        if self.packed:
+            row = packed_row(batch)
+            of_positions = model(input_ids=row.tokens, **row.attention_inputs()).squeeze(-1).float()  # [1 P]
+            return ValueOutput(row.home(of_positions[0, row.source]))
         of_positions = model(input_ids=batch.tokens).squeeze(-1).float()  # [B T]
         return ValueOutput(nn.functional.pad(of_positions[:, :-1], (1, 0)))
 
@@ -103,6 +120,10 @@ class RewardHead(ScalarHead):
     task = "SequenceClassification"
 
     def forward(self, model: nn.Module, batch: TokenBatch) -> RewardOutput:
+        if self.packed:
+            row = packed_row(batch)
+            of_positions = model(input_ids=row.tokens, **row.attention_inputs()).squeeze(-1).float()  # [1 P]
+            return RewardOutput(of_positions[0, row.last])
         of_positions = model(input_ids=batch.tokens).squeeze(-1).float()  # [B T]
         last = batch.lengths.clamp(max=batch.tokens.shape[1]) - 1  # of an empty micro-batch's stub, lengths are longer
         return RewardOutput(of_positions.gather(1, last[:, None])[:, 0])

@@ -12,6 +12,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
+from rlhf_mp.models.packed_attention import check_packing, packed_attention
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SHARD_BYTES = 5_000_000_000
 # Everything beside the weights that a reader of the checkpoint may want.
@@ -19,12 +21,27 @@ COMPANIONS = ("*.json", "*.jinja", "*.txt", "*.model", "*.py")
 WEIGHT_INDEXES = {"model.safetensors.index.json", "pytorch_model.bin.index.json"}
 
 
-def load_causal_lm(path: str, dtype: torch.dtype, *, trust_remote_code: bool = False) -> nn.Module:
-    """The model with scaled-dot-product attention, without dropout or cache, on CPU (or partitioned, under ZeRO-3)."""
+def load_causal_lm(
+    path: str, dtype: torch.dtype, *, packed: bool = False, trust_remote_code: bool = False
+) -> nn.Module:
+    """The model with scaled-dot-product attention, without dropout or cache, on CPU (or partitioned, under ZeRO-3).
+
+    Args:
+        packed: it will see rows of several sequences.
+
+    Raises:
+        ValueError: such rows cannot be kept apart in this model.
+    """
     config = without_dropout(AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code))
     model = AutoModelForCausalLM.from_pretrained(
-        path, config=config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=trust_remote_code
+        path,
+        config=config,
+        dtype=dtype,
+        attn_implementation=packed_attention(dtype) if packed else "sdpa",
+        trust_remote_code=trust_remote_code,
     )
+    if packed:
+        check_packing(model)
     model.config.use_cache = False
     return model
 

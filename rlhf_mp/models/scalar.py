@@ -15,12 +15,18 @@ from transformers import initialization as init
 
 from rlhf_mp.errors import ConfigError, Problem
 from rlhf_mp.models.hf import without_dropout
+from rlhf_mp.models.packed_attention import check_packing, packed_attention
 
 
-def load_scalar_model(path: str, dtype: torch.dtype, *, bias: bool, trust_remote_code: bool = False) -> nn.Module:
+def load_scalar_model(
+    path: str, dtype: torch.dtype, *, bias: bool, packed: bool = False, trust_remote_code: bool = False
+) -> nn.Module:
     """Any decoder's checkpoint with a head of one output, which is 0 where the checkpoint has none.
 
     The module maps ``input_ids`` [B T] to [B T 1].
+
+    Args:
+        packed: it will see rows of several sequences.
 
     Raises:
         ConfigError: transformers has no such decoder.
@@ -30,7 +36,10 @@ def load_scalar_model(path: str, dtype: torch.dtype, *, bias: bool, trust_remote
         reason = f"no decoder of type {config.model_type} without its vocabulary is known"
         raise ConfigError([Problem("critic.model.path", path, reason, "a model that transformers itself contains")])
     kind = scalar_class(MODEL_MAPPING[type(config)], bias)
-    model = kind.from_pretrained(path, config=config, dtype=dtype, attn_implementation="sdpa")
+    attention = packed_attention(dtype) if packed else "sdpa"
+    model = kind.from_pretrained(path, config=config, dtype=dtype, attn_implementation=attention)
+    if packed:
+        check_packing(model)
     model.config.use_cache = False
     return model
 
@@ -55,9 +64,9 @@ def scalar_class(backbone: type[PreTrainedModel], bias: bool) -> type[PreTrained
             if module is self.score:
                 init.zeros_(module.weight)
 
-        def forward(self, input_ids: Tensor) -> Tensor:
+        def forward(self, input_ids: Tensor, **inputs: Any) -> Tensor:
             decoder = getattr(self, self.base_model_prefix)
-            return self.score(decoder(input_ids=input_ids, use_cache=False).last_hidden_state)
+            return self.score(decoder(input_ids=input_ids, use_cache=False, **inputs).last_hidden_state)
 
     return ScalarModel
 

@@ -8,7 +8,7 @@ from rlhf_mp.planner.activations import ActivationPlan
 from rlhf_mp.planner.amount import GIB, Amount, amount, gib
 from rlhf_mp.planner.hardware import CONTEXT, FRAGMENTATION, USABLE
 from rlhf_mp.planner.inference import cache_pool, cache_tokens, engine_terms
-from rlhf_mp.planner.job import Job, MegatronLayout, ZeroLayout
+from rlhf_mp.planner.job import Job, MegatronLayout, TorchLayout, ZeroLayout
 from rlhf_mp.planner.model_shape import ModelShape
 from rlhf_mp.planner.term import Component, Role, Term, total
 
@@ -117,6 +117,7 @@ class _Step:
     def __init__(self, job: Job):
         self.job = job
         self.resident = self._trainer_states()
+        self.between = [t for t in self.resident if not _given_back(job, t)]  # outside of training
         engine = job.engine
         self.engine = engine_terms(job.model, engine, free_at_start(job)) if engine else []
         shares = engine is not None and not engine.on_own_gpus
@@ -128,7 +129,7 @@ class _Step:
         job = self.job
         found = []
         if job.engine:
-            found.append(Moment(Phase.rollout, "sampling", (self.resident if self.shares else []) + self.engine))
+            found.append(Moment(Phase.rollout, "sampling", (self.between if self.shares else []) + self.engine))
         if job.algorithm != "sft":
             found += self._scoring()
         found += self._training()
@@ -142,7 +143,11 @@ class _Step:
         if job.critic:
             terms += _trained(Role.critic, job.critic, job.of_critic, job.critic.num_params_scalar_head)
         frozen = amount(job.precision.weights, "bytes")
-        if job.reference:
+        if job.reference and isinstance(job.layout, MegatronLayout):
+            own = states.megatron_params(job.model, job.layout)
+            weights = Amount(job.precision.weights * own.value, f"{job.precision.weights:g} bytes x ({own.formula})")
+            terms += states.frozen_states(Role.reference, weights, 1, job.reference_offload)
+        elif job.reference:
             weights = frozen.times(job.model.num_params, "parameters")
             terms += states.frozen_states(Role.reference, weights, _shards(job), job.reference_offload)
         if job.reward_model:
@@ -161,7 +166,7 @@ class _Step:
             )
             gathered = states.gathered_weights(role, shape, job.layout, job.precision)
             found.append(
-                Moment(Phase.score, name, self.resident + self.beside + gathered + _activation_terms(role, plan))
+                Moment(Phase.score, name, self.between + self.beside + gathered + _activation_terms(role, plan))
             )
 
         if job.scores_old_policy:
@@ -199,13 +204,17 @@ class _Step:
 
     def _sync(self) -> Moment:
         job, shape = self.job, self.job.model
-        largest = amount(
-            max(job.bucket_bytes, shape.vocab * shape.hidden * job.engine.weight_bytes), "bytes of a bucket"
-        )
+        half, embedding = job.bucket_bytes / 2, shape.vocab * shape.hidden * job.engine.weight_bytes
+        largest = amount(half + max(half, embedding), "bytes of two buckets, one of them as large as the embedding")
         elements = min(shape.num_params, max(GATHER_ELEMENTS, shape.vocab * shape.hidden))
         gathered = amount(job.precision.weights, "bytes").times(elements, "elements gathered at once")
         moving = [Term(Role.actor, Component.sync_bucket, largest), Term(Role.actor, Component.gathered, gathered)]
-        return Moment(Phase.sync, "weight swap", self.resident + (self.during_sync if self.shares else []) + moving)
+        return Moment(Phase.sync, "weight swap", self.between + (self.during_sync if self.shares else []) + moving)
+
+
+def _given_back(job: Job, term: Term) -> bool:
+    """Plain torch's gradients end with the step (train/torch_engine.py); DeepSpeed and Megatron keep their buffers."""
+    return isinstance(job.layout, TorchLayout) and term.component is Component.gradients
 
 
 def actor_states(job: Job) -> list[Term]:
@@ -221,7 +230,7 @@ def actor_states(job: Job) -> list[Term]:
 def _trained(role: Role, shape: ModelShape, job: Job, num_params: float) -> list[Term]:
     if isinstance(job.layout, MegatronLayout):
         one_table = replace(shape, tied=True) if role is Role.critic else shape  # its head is no second vocabulary
-        return states.megatron_states(role, one_table, job.layout)
+        return states.megatron_states(role, one_table, job.layout, job.precision)
     kept = states.trained_states(role, num_params, job.layout, job.precision)
     return kept + states.reduce_bucket(role, job.layout, job.precision)
 
@@ -260,7 +269,7 @@ def _with_overheads(job: Job, moment: Moment) -> Moment:
         return moment
     context = amount(CONTEXT, "bytes a process").times(_processes(job), "processes")
     moving = sum(term.bytes for term in moment.terms if term.component in MOVING and not term.on_host)
-    lost = Amount(moving * FRAGMENTATION, f"{FRAGMENTATION:g} x {moving:.0f} bytes that come and go")
+    lost = Amount(moving * FRAGMENTATION, f"{FRAGMENTATION:g} x {moving:,.0f} bytes that come and go")
     extra = [
         Term(Role.process, Component.context, context),
         *([Term(Role.process, Component.fragmentation, lost)] if moving else []),

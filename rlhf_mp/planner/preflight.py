@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rlhf_mp.config.schema import MegatronConfig, RunConfig, TrainedModel
+from rlhf_mp.config.schema import MegatronConfig, ModelConfig, RunConfig, TrainedModel
 from rlhf_mp.errors import ConfigError, Problem
 from rlhf_mp.planner import job as planned
 from rlhf_mp.planner.amount import MIB, gib
@@ -20,6 +20,10 @@ from rlhf_mp.planner.plan import Plan, make_plan
 
 MODEL_KEY = "actor_rollout_ref.model.path"
 SKIP_KEY = "trainer.skip_plan"
+CACHE_WIDTHS = {"fp8_e5m2": 1.0, "fp8_e4m3": 1.0, "bf16": 2.0, "bfloat16": 2.0, "fp4_e2m1": 0.5}
+"""Bytes an element, by SGLang's --kv-cache-dtype."""
+CHUNK_KEY = "actor_rollout_ref.model.logits_chunk_mb"
+LOGIT_BYTES = 4  # of a chunk's float32 logits
 
 
 @dataclass(frozen=True)
@@ -73,10 +77,11 @@ def job_of(config: RunConfig, machine: Machine) -> planned.Job:
     policy, data, trainer = config.actor_rollout_ref, config.data, config.trainer
     actor, sequence = policy.actor, data.max_prompt_length + data.max_response_length
     model, (of_actor, *of_critic) = policy.model, config.trained
+    shape = find_model(model.path)  # by its name, where it is not downloaded yet
     return planned.Job(
-        model=find_model(model.path),  # by its name, where it is not downloaded yet
+        model=shape,
         layout=_layout(of_actor, trainer.num_ranks),
-        batch=_batch(of_actor, config, sequence),
+        batch=replace(_batch(of_actor, config, sequence), logit_tokens=_logit_tokens(of_actor, shape.vocab)),
         gpu=machine.gpu,
         algorithm="ppo" if of_critic else "grpo",
         precision=_precision(of_actor),
@@ -125,6 +130,14 @@ def _batch(trained: TrainedModel, config: RunConfig, sequence: int) -> planned.B
     )
 
 
+def _logit_tokens(trained: TrainedModel, vocab: int) -> int | None:
+    """Positions whose float32 logits are one chunk."""
+    chunk, slices = trained.model.logits_chunk_mb * 10**6, 1
+    if trained.updates.strategy == "megatron":
+        slices = trained.updates.megatron.tensor_model_parallel_size
+    return max(1, chunk * slices // (LOGIT_BYTES * vocab)) if chunk else None
+
+
 def _mini_batch_tokens(config: RunConfig, sequence: int) -> int:
     """Tokens of one rank's share of a mini-batch, at full length; a group is never split."""
     actor, n = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
@@ -136,6 +149,8 @@ def _precision(trained: TrainedModel) -> planned.Precision:
     half = trained.model.dtype == "bfloat16"
     if trained.updates.strategy == "torch":
         return planned.AUTOCAST if half else planned.FP32
+    if trained.updates.strategy == "megatron":
+        return planned.BF16_FP32_GRADS if half else planned.FP32
     return planned.BF16 if half else planned.FP32
 
 
@@ -188,11 +203,27 @@ def _engine(config: RunConfig, sequence: int, *, on_gpu: bool) -> planned.Engine
         sequence=sequence,
         max_cache_tokens=slots,
         weight_bytes=width,
-        cache_bytes=width,
+        cache_bytes=_cache_width(rollout.engine_args, width),
         cuda_graphs=on_gpu and not rollout.enforce_eager,
         graph_batch=max(rollout.cudagraph_capture_sizes or [rollout.max_num_seqs]),
         prefill_tokens=rollout.max_num_batched_tokens,
     )
+
+
+def _cache_width(engine_args: dict[str, Any], of_weights: float) -> float:
+    """Bytes of a cached element.
+
+    Raises:
+        ConfigError: a type that SGLang knows and the planner does not.
+    """
+    if "kv_cache_dtype" not in engine_args:
+        return of_weights
+    chosen = engine_args["kv_cache_dtype"]
+    widths = CACHE_WIDTHS | {"auto": of_weights}
+    if chosen not in widths:
+        key = "actor_rollout_ref.rollout.engine_args.kv_cache_dtype"
+        raise ConfigError([Problem(key, chosen, "the planner does not know its size", f"one of {', '.join(widths)}")])
+    return widths[chosen]
 
 
 def plan_of(config: RunConfig, machine: Machine | None = None) -> Plan:
@@ -242,6 +273,12 @@ def nearest_fit(job: planned.Job) -> str | None:
 
 def _cheaper(job: planned.Job) -> Iterator[tuple[str, planned.Job]]:
     """Changes that save memory, one after the other, each on top of those before."""
+    if job.batch.logit_tokens is None:
+        chunk_mb = ModelConfig().logits_chunk_mb
+        slices = job.layout.tp if isinstance(job.layout, planned.MegatronLayout) else 1
+        tokens = max(1, chunk_mb * 10**6 * slices // (LOGIT_BYTES * job.model.vocab))
+        job = replace(job, batch=replace(job.batch, logit_tokens=tokens))
+        yield f"{CHUNK_KEY}={chunk_mb}", job
     models = (Section("actor_rollout_ref.actor", "actor_rollout_ref.model", "batch", "layout"),)
     if job.critic:
         models += (Section("critic", "critic.model", "critic_batch", "critic_layout"),)

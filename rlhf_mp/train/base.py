@@ -1,6 +1,6 @@
 """What a training backend must do. TorchEngine is the smallest thing that does it, and the oracle for the others."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -8,6 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from rlhf_mp.data.types import LossFn, Sums, TokenBatch, Totals
+from rlhf_mp.planner.term import Component
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,19 @@ class Scorer(Protocol):
         """
         ...
 
+    def tensors(self) -> Iterator[tuple[Component, Tensor]]:
+        """What this rank holds now, by component, to be counted by storage. Not collective."""
+        ...
+
+
+def unobserved(micro_batches: Sequence[TokenBatch]) -> None:
+    """Nobody looks."""
+
 
 class TrainEngine(Scorer, Protocol):
+    before_step: Callable[[Sequence[TokenBatch]], None]
+    """Called in ``train_step`` when the gradients are whole, with its micro-batches; ``unobserved`` unless set."""
+
     def train_step(self, micro_batches: Sequence[TokenBatch], totals: Totals, loss_fn: LossFn) -> Sums:
         """Forward and backward over ``micro_batches``, then exactly one optimizer step.
 

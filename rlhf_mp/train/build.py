@@ -89,7 +89,12 @@ def make_scorer(
 
 def policy_head(config: RunConfig) -> PolicyHead:
     policy = config.actor_rollout_ref
-    return PolicyHead(policy.rollout.temperature, entropy_grad=policy.actor.entropy_coeff > 0)
+    return PolicyHead(
+        policy.rollout.temperature,
+        entropy_grad=policy.actor.entropy_coeff > 0,
+        logits_chunk_bytes=policy.model.logits_chunk_mb * 10**6,
+        packed=policy.model.use_remove_padding,
+    )
 
 
 def make_actor(config: RunConfig, device: torch.device, num_updates: int) -> TrainEngine:
@@ -99,7 +104,8 @@ def make_actor(config: RunConfig, device: torch.device, num_updates: int) -> Tra
 
 def make_critic(config: RunConfig, device: torch.device, num_updates: int) -> TrainEngine:
     critic = config.critic
-    return make_engine(critic.model, critic, ValueHead(), device, num_updates, common_layout(config))
+    head = ValueHead(packed=critic.model.use_remove_padding)
+    return make_engine(critic.model, critic, head, device, num_updates, common_layout(config))
 
 
 def common_layout(config: RunConfig) -> ParallelLayout | None:

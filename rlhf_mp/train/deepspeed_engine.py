@@ -19,10 +19,12 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deep
 from rlhf_mp.config.schema import OffloadConfig, TrainedConfig
 from rlhf_mp.data.types import LossFn, Sums, TokenBatch, Totals
 from rlhf_mp.errors import CheckpointError
+from rlhf_mp.planner.term import Component
 from rlhf_mp.train import accumulate
 from rlhf_mp.train.accumulate import ForwardSettings, MetricSums
-from rlhf_mp.train.base import ParallelLayout
+from rlhf_mp.train.base import ParallelLayout, unobserved
 from rlhf_mp.train.deepspeed_config import score_config, train_config
+from rlhf_mp.train.deepspeed_tensors import deepspeed_tensors
 from rlhf_mp.train.optimizer import learning_rate_factor
 
 TAG = "engine"
@@ -76,6 +78,9 @@ class DeepSpeedScorer:
     def score(self, micro_batches: Sequence[TokenBatch]) -> list[Tensor]:
         return accumulate.score(self.engine, micro_batches, self.settings)
 
+    def tensors(self) -> Iterator[tuple[Component, Tensor]]:
+        return deepspeed_tensors(self.engine)
+
 
 class DeepSpeedEngine:
     """A trained model. Every rank must call every method, in the same order, with equally many micro-batches."""
@@ -105,11 +110,15 @@ class DeepSpeedEngine:
         )
         self.settings = settings
         self.stage = config["zero_optimization"]["stage"]
+        self.before_step = unobserved
         self.layout = layout or data_parallel_layout()
 
     def score(self, micro_batches: Sequence[TokenBatch]) -> list[Tensor]:
         self.engine.eval()
         return accumulate.score(self.engine, micro_batches, self.settings)
+
+    def tensors(self) -> Iterator[tuple[Component, Tensor]]:
+        return deepspeed_tensors(self.engine)
 
     def train_step(self, micro_batches: Sequence[TokenBatch], totals: Totals, loss_fn: LossFn) -> Sums:
         self.engine.train()
@@ -124,6 +133,7 @@ class DeepSpeedEngine:
         # Stage 0 in float32 is plain data parallelism: DeepSpeed has no optimizer of its own there that knows the norm.
         plain = self.stage == 0 and not self.engine.bfloat16_enabled()
         norm = nn.utils.get_total_norm(p.grad for p in self.engine.module.parameters()) if plain else None
+        self.before_step(micro_batches)
         self.engine.step()
         norm = float(self.engine.get_global_grad_norm() if norm is None else norm)
         own = sums.result() if self.layout.is_output_rank else {}

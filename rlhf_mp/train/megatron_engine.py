@@ -17,11 +17,13 @@ from torch import Tensor
 from rlhf_mp.config.schema import MegatronConfig, ModelConfig, TrainedConfig
 from rlhf_mp.data.types import LossFn, Sums, TokenBatch, Totals
 from rlhf_mp.models.hf import DTYPES
+from rlhf_mp.planner.term import Component
 from rlhf_mp.train import megatron_checkpoint
 from rlhf_mp.train.accumulate import ForwardSettings, MetricSums
-from rlhf_mp.train.base import ParallelLayout
+from rlhf_mp.train.base import ParallelLayout, unobserved
 from rlhf_mp.train.megatron_bridge import HfBridge
 from rlhf_mp.train.megatron_pipeline import Pipeline
+from rlhf_mp.train.megatron_tensors import megatron_tensors
 from rlhf_mp.train.optimizer import learning_rate_factor
 
 
@@ -90,6 +92,9 @@ class MegatronScorer:
     def score(self, micro_batches: Sequence[TokenBatch]) -> list[Tensor]:
         return self.pipeline.score(micro_batches)
 
+    def tensors(self) -> Iterator[tuple[Component, Tensor]]:
+        return megatron_tensors(self.models, None)
+
 
 class MegatronEngine:
     """A model that is trained."""
@@ -107,11 +112,15 @@ class MegatronEngine:
         self.pipeline = Pipeline(self.models, megatron, settings, self.bridge.vocab_size)
         self.peak_lr, self.factor = trained.optim.lr, learning_rate_factor(trained.optim, num_steps)
         self.step = 0
+        self.before_step = unobserved
 
     def score(self, micro_batches: Sequence[TokenBatch]) -> list[Tensor]:
         for part in self.models:
             part.eval()
         return self.pipeline.score(micro_batches)
+
+    def tensors(self) -> Iterator[tuple[Component, Tensor]]:
+        return megatron_tensors(self.models, self.optimizer)
 
     def train_step(self, micro_batches: Sequence[TokenBatch], totals: Totals, loss_fn: LossFn) -> Sums:
         for part in self.models:
@@ -120,6 +129,7 @@ class MegatronEngine:
         self.optimizer.zero_grad()
         sums = MetricSums()
         self.pipeline.train(micro_batches, totals, loss_fn, sums)
+        self.before_step(micro_batches)
         lr = self.peak_lr * self.factor(self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr

@@ -1,51 +1,78 @@
 """What differs between Megatron's policies, critics and reward models: the last layer, and how its output is read."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import singledispatch
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlhf_mp.data.types import Output, PolicyOutput, RewardOutput, ValueOutput
+from rlhf_mp.models.chunked_head import Scoring, VocabularySlices, head_outputs, standing_in
 from rlhf_mp.models.heads import Head, PolicyHead, RewardHead, ScalarHead, ValueHead
 from rlhf_mp.train.megatron_inputs import ModelInput
-from rlhf_mp.train.megatron_logprobs import vocab_parallel_logprobs_and_entropy
 
 
 @singledispatch
-def output_of(head: Head, found: Tensor, model_input: ModelInput, vocab_size: int) -> Output:
+def around_model(head: Head, model: nn.Module, model_input: ModelInput, vocab_size: int) -> AbstractContextManager:
+    """Entered while ``model``, one part of a pipeline, runs forward.
+
+    Args:
+        vocab_size: without what pads it.
+    """
+    return nullcontext()
+
+
+@around_model.register
+def _(head: PolicyHead, model: nn.Module, model_input: ModelInput, vocab_size: int) -> AbstractContextManager:
+    """The last layer gives log-probs and entropies in place of logits: [s b 2]."""
+    (part,) = (module for module in model.modules() if isinstance(module, GPTModel))
+    if not part.post_process:
+        return nullcontext()
+    layer = part.output_layer
+    slices = VocabularySlices(parallel_state.get_tensor_model_parallel_group(), vocab_size)
+    scoring = Scoring(head.temperature, head.entropy_grad, head.logits_chunk_bytes)
+
+    def score(
+        hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, None]:
+        if layer.sequence_parallel:  # backward, both add up the parts of the hidden states' gradient
+            hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
+        else:
+            hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden)
+        targets = model_input.targets.T
+        own = layer.weight if weight is None else weight
+        pair = head_outputs(hidden.flatten(0, 1), own, layer.bias, targets.flatten(), scoring, slices)
+        return torch.stack(pair, dim=-1).view(*targets.shape, 2), None
+
+    return standing_in(layer, score)
+
+
+@singledispatch
+def output_of(head: Head, found: Tensor, model_input: ModelInput) -> Output:
     """What a loss sees, from what the last pipeline stage gave.
 
     Args:
-        found: [b s V] with this rank's slice of the vocabulary, [b s 1] under a head of one output.
-        vocab_size: without what pads it.
+        found: [b s 2], log-probs and entropies, or [b s 1] under a head of one output.
     """
     raise TypeError(head)
 
 
 @output_of.register
-def _(head: PolicyHead, found: Tensor, model_input: ModelInput, vocab_size: int) -> PolicyOutput:
-    values = vocab_parallel_logprobs_and_entropy(
-        found.flatten(0, 1),
-        model_input.targets.flatten(),
-        parallel_state.get_tensor_model_parallel_group(),
-        vocab_size,
-        temperature=head.temperature,
-        entropy_grad=head.entropy_grad,
-    )
-    return PolicyOutput(*(model_input.restore(x.view(model_input.targets.shape)) for x in values))
+def _(head: PolicyHead, found: Tensor, model_input: ModelInput) -> PolicyOutput:
+    return PolicyOutput(*(model_input.restore(values) for values in found.unbind(-1)))
 
 
 @output_of.register
-def _(head: ValueHead, found: Tensor, model_input: ModelInput, vocab_size: int) -> ValueOutput:
+def _(head: ValueHead, found: Tensor, model_input: ModelInput) -> ValueOutput:
     return ValueOutput(model_input.restore(found.squeeze(-1)))
 
 
 @output_of.register
-def _(head: RewardHead, found: Tensor, model_input: ModelInput, vocab_size: int) -> RewardOutput:
+def _(head: RewardHead, found: Tensor, model_input: ModelInput) -> RewardOutput:
     return RewardOutput(model_input.at_last(found.squeeze(-1)))
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from rlhf_mp.config.schema import MegatronConfig
 from rlhf_mp.data.types import LossFn, Output, TokenBatch, Totals
 from rlhf_mp.train.accumulate import ForwardSettings, MetricSums
-from rlhf_mp.train.megatron_heads import output_of
+from rlhf_mp.train.megatron_heads import around_model, output_of
 from rlhf_mp.train.megatron_inputs import ModelInput, packed, padded
 
 Item = tuple[ModelInput, TokenBatch]
@@ -69,12 +69,13 @@ class Pipeline:
 
         def forward(iterator, model: nn.Module) -> tuple[Tensor, Callable]:
             item = next(iterator)
-            output = model(
-                input_ids=item[0].tokens,
-                position_ids=item[0].positions,
-                attention_mask=None,
-                packed_seq_params=item[0].packed,
-            )
+            with around_model(self.settings.head, model, item[0], self.vocab_size):
+                output = model(
+                    input_ids=item[0].tokens,
+                    position_ids=item[0].positions,
+                    attention_mask=None,
+                    packed_seq_params=item[0].packed,
+                )
             return output, partial(on_output, item)
 
         return get_forward_backward_func()(
@@ -90,9 +91,9 @@ class Pipeline:
     def _item(self, batch: TokenBatch) -> Item:
         batch = batch.to(self.settings.device)
         multiple = self.megatron.tensor_model_parallel_size if self.megatron.sequence_parallel else 1
-        if self.megatron.packed:
+        if self.settings.head.packed:
             return packed(batch, multiple), batch
         return padded(batch, parallel_state.get_context_parallel_group(), multiple), batch
 
     def _output(self, item: Item, found: Tensor) -> Output:
-        return output_of(self.settings.head, found, item[0], self.vocab_size)
+        return output_of(self.settings.head, found, item[0])

@@ -73,7 +73,7 @@ class RunCheckpoints:
         if self.ranks.rank == 0:
             for place in checkpoint.set_aside_later(self.run_dir, trainer.step):
                 self.say(f"set aside as {place}: this run did not continue from it")
-            checkpoint.remove_old(self.run_dir, self.keep)
+            checkpoint.remove_old(self.run_dir, self.keep, spare=trainer.best.step if trainer.best else None)
             self.say(f"checkpoint {folder}")
         self.ranks.barrier()
 
@@ -85,6 +85,7 @@ class RunCheckpoints:
             "num_ranks": self.ranks.num_ranks,
             "data": trainer.rollouts.state_dict(trainer.step),
             "algorithm": trainer.algorithm.state_dict(),
+            "best": trainer.best.state_dict() if trainer.best else None,
         }
 
     def load_newest(self, trainer: Trainer) -> None:
@@ -102,6 +103,8 @@ class RunCheckpoints:
         torch.set_rng_state(torch.load(folder / f"rng_{self.ranks.rank}.pt", weights_only=True))
         trainer.rollouts.load_state_dict(state["data"])
         trainer.algorithm.load_state_dict(state["algorithm"])
+        if trainer.best is not None:
+            trainer.best.load_state_dict(state["best"])
         trainer.step = state["step"]
         self.say(f"resumed from {folder} at step {trainer.step}")
 

@@ -1,6 +1,6 @@
 """The RL loop. Runs on every launched rank (SPMD); each line means the same thing on all of them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -10,12 +10,13 @@ import torch
 from rlhf_mp.algorithms.base import Algorithm
 from rlhf_mp.algorithms.normalize import SumOverRanks, only_rank
 from rlhf_mp.algorithms.value_loss import value_metrics
-from rlhf_mp.data.collate import collate
+from rlhf_mp.data.collate import collate, with_estimates
 from rlhf_mp.data.types import LossFn, MiniBatch, SampleText, Share, Sums, TokenBatch
 from rlhf_mp.observe.memory import peak_memory
 from rlhf_mp.observe.metrics import MetricLog
 from rlhf_mp.phase import Phase
 from rlhf_mp.train.base import Scorer, TrainEngine
+from rlhf_mp.trainer.best import Best
 
 
 class Rollouts(Protocol):
@@ -65,9 +66,12 @@ class Trainer:
     log: MetricLog
     watch: Callable[[Phase], AbstractContextManager[None]]  # a phase that hangs is reported
     has_validation: bool
+    memory: Callable[[], Mapping[str, float]] = peak_memory
     critic: TrainEngine | None = None
     sum_over_ranks: SumOverRanks = only_rank
+    packed: bool = False  # engines leave out the padding of micro-batches
     counts: bool = True  # False where another rank holds the same data, as a part of the same model
+    best: Best | None = None  # None: no validation is better than another
     step: int = 0
     last_grad_norm: float = field(default=0.0, init=False)
 
@@ -85,15 +89,14 @@ class Trainer:
         self.publish()
         self.log.start()
         if self.step == 0 and self.schedule.val_before_train:
-            self.evaluate()
+            self.improves(self.evaluate())
         while self.step < self.schedule.num_steps:
             self.train_step()
             self.step += 1
             self.publish()
             self.log.finish(self.step)
-            if self.schedule.due(self.schedule.test_freq, self.step):
-                self.evaluate()
-            if self.schedule.due(self.schedule.save_freq, self.step):
+            metrics = self.evaluate() if self.schedule.due(self.schedule.test_freq, self.step) else {}
+            if self.improves(metrics) or self.schedule.due(self.schedule.save_freq, self.step):
                 self.checkpoints.save(self)
             self.log.start()
 
@@ -101,11 +104,11 @@ class Trainer:
         with self.phase(Phase.rollout):
             share = self.rollouts.fetch(self.step)  # waits; raises on every rank if an engine died
         self.count(share.metrics)
-        self.log.samples(self.step + 1, share.samples)
         batch = collate(share.trajectories)
         with self.phase(Phase.score):
             self.score(batch, share)
             self.count(self.algorithm.estimate(batch, self.sum_over_ranks))
+        self.log.samples(self.step + 1, [with_estimates(sample, batch) for sample in share.samples])
         with self.phase(Phase.train):
             if self.critic is not None:
                 self.count(value_metrics(batch, self.sum_over_ranks), "critic/")
@@ -114,7 +117,7 @@ class Trainer:
                 self.last_grad_norm = self.update(
                     self.actor, batch, share.minibatches, self.algorithm.policy_loss, "actor/"
                 )
-        self.log.add({name: (value, 1) for name, value in peak_memory().items()})
+        self.log.add({name: (value, 1) for name, value in self.memory().items()})
 
     def score(self, batch: TokenBatch, share: Share) -> None:
         """Fill in what the algorithm declares it needs, and nothing else."""
@@ -139,7 +142,7 @@ class Trainer:
             metrics = model.train_step(micro_batches, minibatch.totals, loss_fn)
             norm = metrics["grad_norm"][0]
             self.log.add(metrics, prefix)
-            self.count(padding(micro_batches))
+            self.count(padding(micro_batches, packed=self.packed))
         return norm
 
     def count(self, sums: Sums, prefix: str = "") -> None:
@@ -153,16 +156,20 @@ class Trainer:
             self.log.add(self.swap.push(self.actor, self.step, must_differ=self.last_grad_norm > 0))
             self.rollouts.publish(self.step)
 
-    def evaluate(self) -> None:
-        """Held-out accuracy under the live weights; written apart from a step."""
+    def evaluate(self) -> dict[str, float]:
+        """Held-out accuracy under the live weights; written apart from a step. Empty without validation data."""
         if not self.has_validation:
-            return
+            return {}
         self.log.start()
         with self.watch(Phase.rollout):
             metrics, samples = self.rollouts.evaluate()
         self.log.add(metrics, "eval/")
         self.log.samples(self.step, samples)
-        self.log.finish(self.step, "eval")
+        return self.log.finish(self.step, "eval")
+
+    def improves(self, metrics: dict[str, float]) -> bool:
+        """Whether a validation is the best so far, by the metric that decides it."""
+        return self.best is not None and bool(metrics) and self.best.offer(self.step, metrics)
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
@@ -179,8 +186,14 @@ def scored(model: Scorer, batch: TokenBatch, cut: list[list[int]]) -> torch.Tens
     return result
 
 
-def padding(micro_batches: list[TokenBatch]) -> Sums:
+def padding(micro_batches: list[TokenBatch], *, packed: bool) -> Sums:
     """Tokens trained on, and the share of computed positions that were padding."""
     real = sum(float(b.lengths.sum()) for b in micro_batches if b.mask.any())
-    computed = sum(b.tokens.numel() for b in micro_batches)
+    computed = sum(positions(b, packed=packed) for b in micro_batches)
     return {"train/tokens": (real, 1), "train/padding_fraction": (computed - real, computed)}
+
+
+def positions(batch: TokenBatch, *, packed: bool) -> int:
+    """Tokens that go through the model."""
+    rows, width = batch.tokens.shape
+    return int(batch.lengths.clamp(max=width).sum()) if packed else rows * width

@@ -9,6 +9,7 @@ from rlhf_mp.algorithms.contract import tiny_batch
 from rlhf_mp.algorithms.policy_loss import PolicyTerms
 from rlhf_mp.algorithms.registered import advantage_estimators, policy_losses
 from rlhf_mp.config.algorithm import Needs
+from rlhf_mp.config.derive import derive
 from rlhf_mp.config.schema import ActorConfig, RunConfig
 from rlhf_mp.errors import ConfigError
 
@@ -68,6 +69,7 @@ def summed(logprobs, batch, actor):
 def config(estimator="grpo", loss="ppo_clip"):
     made = RunConfig()
     made.algorithm.adv_estimator, made.actor_rollout_ref.actor.policy_loss = estimator, loss
+    derive(made)
     return made
 
 
@@ -127,3 +129,15 @@ def test_every_registered_loss_keeps_the_contract(name):
     terms = policy_losses[name](logprobs, batch, actor)
     assert terms.loss.shape == batch.mask.shape and terms.loss.requires_grad
     assert all(x.shape == batch.mask.shape for x in terms.metrics.values())
+
+
+def test_the_example_keeps_the_contract():
+    own = "examples.own_algorithm"
+    made = make_algorithm(config(f"{own}:above_median", f"{own}:positive_only"))
+    assert made.needs == Needs(min_responses=2, normalize="whiten")
+
+
+def test_gae_is_trained_with_a_critic_whose_loss_comes_with_it():
+    made = config("gae")
+    assert make_algorithm(made).value_loss is not None and make_algorithm(made).needs_critic
+    assert make_algorithm(config()).value_loss is None

@@ -155,7 +155,6 @@ def test_a_misplaced_section_is_told_key_by_key(tmp_path):
     ("text", "key", "reason"),
     [
         ("reward_model: {enable: true}", "reward_model", "no reward model"),
-        ("data: {truncation: left}", "data.truncation", "never cut"),
     ],
 )
 def test_a_key_with_nothing_to_act_on_says_why_and_what_to_do(tmp_path, text, key, reason):

@@ -11,6 +11,7 @@ MEGATRON = f"{ACTOR}.megatron"
 ON = f"{ACTOR}.strategy=megatron"
 TP, PP = (f"{MEGATRON}.{kind}_model_parallel_size" for kind in ("tensor", "pipeline"))
 CP = f"{MEGATRON}.context_parallel_size"
+PACKED = f"{MODEL}.use_remove_padding"
 VPP = f"{MEGATRON}.virtual_pipeline_model_parallel_size"
 
 RULES = [  # words that break the rule, key of the problem, part of the reason, part of the fix, a word that mends it
@@ -18,7 +19,7 @@ RULES = [  # words that break the rule, key of the problem, part of the reason, 
     ([ON, f"{CP}=3"], MEGATRON, "takes 3 ranks", "smaller sizes", f"{CP}=2"),
     ([ON, f"{VPP}=2"], VPP, "nothing to interleave", f"{VPP}=null", f"{PP}=2"),
     ([ON, f"{MEGATRON}.sequence_parallel=true"], f"{MEGATRON}.sequence_parallel", "no effect", "null", f"{TP}=2"),
-    ([ON, f"{MEGATRON}.packed=true", f"{CP}=2"], f"{MEGATRON}.packed", "cannot share", "packed=false", f"{CP}=1"),
+    ([ON, f"{PACKED}=true", f"{CP}=2"], PACKED, "cannot share", f"{PACKED}=false", f"{CP}=1"),
     (
         [ON, f"{MEGATRON}.recompute=selective", f"{MODEL}.enable_gradient_checkpointing=false"],
         f"{MEGATRON}.recompute",

@@ -62,3 +62,9 @@ def test_log_probs_or_a_mask_of_another_length_are_refused(change):
 def test_no_trajectories_are_refused():
     with pytest.raises(ValueError, match="no trajectories"):
         collate([])
+
+
+def test_rewards_of_greedy_responses_are_there_for_all_or_not_at_all():
+    assert collate([SHORT, LONG]).baselines is None
+    greedy = [replace(SHORT, baseline=0.5), replace(LONG, baseline=0.0)]
+    assert collate(greedy).baselines.tolist() == [0.5, 0.0]

@@ -52,9 +52,11 @@ RESUMED = {
 
 @contextmanager
 def engine_of(oracle: Oracle, knobs: dict) -> Iterator[tuple[MegatronEngine, ModelConfig, ActorConfig]]:
+    knobs = dict(knobs)
+    forward = settings(oracle.role, packed=knobs.pop("packed", False))
     config = trained(**knobs)
     model = ModelConfig(path=oracle.path, dtype="float32", enable_gradient_checkpointing="recompute" in knobs)
-    yield MegatronEngine(model, settings(oracle.role), config, NUM_STEPS), model, config
+    yield MegatronEngine(model, forward, config, NUM_STEPS), model, config
     parallel_state.destroy_model_parallel()
 
 
@@ -62,7 +64,7 @@ def run_layout(oracle: Oracle, knobs: dict) -> dict[str, float]:
     with engine_of(oracle, knobs) as (engine, model, config):
         exported = weight_difference(engine, oracle.checkpoint)
         found = oracle.train(engine)
-        frozen = MegatronScorer(model, settings(oracle.role), config.megatron)
+        frozen = MegatronScorer(model, engine.pipeline.settings, config.megatron)
         return oracle.compare(found, engine) | {
             "export": exported,
             "score": largest_difference(engine.score(oracle.scored), oracle.score),

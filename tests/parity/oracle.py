@@ -1,6 +1,7 @@
 """What every parity test trains, on what and with what loss; and TorchEngine's answers."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +73,14 @@ HEADS: dict[str, tuple[Head, LossFn]] = {
 }
 
 
-def settings(role: str) -> ForwardSettings:
-    return ForwardSettings(CPU, HEADS[role][0])
+CHUNK = {"logits_chunk_bytes": 5 * 4 * 64}
+"""Few positions' logits at a time, where the oracle has all at once."""
+
+
+def settings(role: str, *, packed: bool = False) -> ForwardSettings:
+    """Of the engines that are compared with the oracle."""
+    head = replace(HEADS[role][0], packed=packed)
+    return ForwardSettings(CPU, replace(head, **CHUNK) if role == "actor" else head)
 
 
 def make_critic_checkpoint(source: Path, folder: Path) -> None:
@@ -115,7 +122,8 @@ class Oracle:
 
     def __init__(self, role: str, path: str):
         self.role, self.path = role, path
-        engine = TorchEngine(HEADS[role][0].load(path, torch.float32), settings(role), trained(), NUM_STEPS)
+        head = HEADS[role][0]
+        engine = TorchEngine(head.load(path, torch.float32), ForwardSettings(CPU, head), trained(), NUM_STEPS)
         self.vocab = engine.module.config.vocab_size
         self.scored = [batch(0, self.vocab).select(rows) for rows in ([0, 3], [1], [2, 4, 5])]
         self.checkpoint = {name: p.detach().clone() for name, p in engine.weights()}

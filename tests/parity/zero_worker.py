@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import torch._dynamo  # before DeepSpeed builds a model
 import torch.distributed as dist
-from oracle import HEADS, NUM_STEPS, Oracle, largest_difference, settings, summed_over_ranks, trained
+from oracle import NUM_STEPS, Oracle, largest_difference, settings, summed_over_ranks, trained
 from torch import nn
 
 from rlhf_mp.config.schema import ActorConfig, DeepSpeedConfig, OffloadConfig
@@ -24,15 +24,16 @@ CASES = [
     (0, False, False), (1, False, False), (1, False, True), (2, False, False), (2, False, True), (3, False, False),
     (3, False, True), (3, True, True),
 ]  # fmt: skip
+PACKED = (3, True, True)  # the case that is run with use_remove_padding too
 
 
-def builder(oracle: Oracle, dtype: torch.dtype = torch.float32) -> Callable[[], nn.Module]:
-    return lambda: HEADS[oracle.role][0].load(oracle.path, dtype)
+def builder(oracle: Oracle, dtype: torch.dtype = torch.float32, *, packed: bool = False) -> Callable[[], nn.Module]:
+    return lambda: settings(oracle.role, packed=packed).head.load(oracle.path, dtype)
 
 
-def run_case(oracle: Oracle, stage: int, param_offload: bool, optimizer_offload: bool) -> dict[str, float]:
-    config = case(stage, param_offload, optimizer_offload)
-    engine = DeepSpeedEngine(builder(oracle), settings(oracle.role), config, NUM_STEPS, "float32")
+def run_case(oracle: Oracle, config: ActorConfig, *, packed: bool = False) -> dict[str, float]:
+    build, forward = builder(oracle, packed=packed), settings(oracle.role, packed=packed)
+    engine = DeepSpeedEngine(build, forward, config, NUM_STEPS, "float32")
     found = oracle.compare(oracle.train(engine), engine)
     found["score"] = largest_difference(engine.score(oracle.scored), oracle.score)
     engine.engine.destroy()
@@ -54,13 +55,11 @@ def in_bfloat16(oracle: Oracle) -> dict[str, list[float]]:
 
 
 def report_of(oracle: Oracle) -> dict:
+    name = "stage {}, param_offload {}, optimizer_offload {}"
+    cases = {name.format(*knobs): run_case(oracle, case(*knobs)) for knobs in CASES}
+    cases[f"{name.format(*PACKED)}, packed"] = run_case(oracle, case(*PACKED), packed=True)
     return {
-        "cases": {
-            f"stage {stage}, param_offload {param}, optimizer_offload {optimizer}": run_case(
-                oracle, stage, param, optimizer
-            )
-            for stage, param, optimizer in CASES
-        },
+        "cases": cases,
         "frozen": frozen(oracle),
         "loss": oracle.trained["loss"],
         "smallest_move": oracle.smallest_move(),

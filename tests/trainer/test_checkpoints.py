@@ -13,6 +13,7 @@ import torch
 from rlhf_mp import checkpoint
 from rlhf_mp.cluster.ranks import Ranks
 from rlhf_mp.errors import CheckpointError
+from rlhf_mp.trainer.best import Best
 from rlhf_mp.trainer.checkpoints import RunCheckpoints
 
 MODEL = {"hidden_size": 64, "vocab_size": 96}
@@ -60,8 +61,9 @@ class Algorithm:
 
 def trainer(step: int = 0, weight: int = 0, rank: int = 0) -> SimpleNamespace:
     actor, critic = Actor(weight, rank), Actor(-weight, rank)
-    parts = {"actor": actor, "critic": critic}
-    return SimpleNamespace(step=step, **parts, trained=parts, rollouts=Rollouts(), algorithm=Algorithm(step))
+    trained = {"actor": actor, "critic": critic}
+    parts = {"actor": actor, "critic": critic, "trained": trained, "rollouts": Rollouts()}
+    return SimpleNamespace(step=step, best=None, algorithm=Algorithm(step), **parts)
 
 
 def checkpoints(run_dir: Path, ranks: Any = None, **changed: Any) -> RunCheckpoints:
@@ -301,3 +303,27 @@ def test_all_ranks_continue_from_the_one_that_rank_0_chose(tmp_path):
         return fresh.step
 
     assert on_two_ranks(read) == [3, 3]
+
+
+def test_the_best_checkpoint_outlives_newer_ones_until_there_is_a_better(tmp_path):
+    made, run = checkpoints(tmp_path, keep=2), trainer()
+    run.best = Best("eval/accuracy", "max")
+    accuracies = {1: 0.2, 2: 0.9, 3: 0.5, 4: 0.6, 5: 0.9, 6: 0.95, 7: 0.1}
+    kept = []
+    for run.step, accuracy in accuracies.items():
+        run.best.offer(run.step, {"eval/accuracy": accuracy})
+        made.save(run)
+        kept.append(sorted(steps(tmp_path)))
+    assert kept == [[1], [1, 2], [2, 3], [2, 3, 4], [2, 4, 5], [5, 6], [6, 7]]
+
+
+def test_a_resumed_run_knows_the_best_of_the_steps_before(tmp_path):
+    made, run = checkpoints(tmp_path), trainer(4)
+    run.best = Best("eval/accuracy", "max", 0.9, 2)
+    made.save(run)
+    same, other = trainer(), trainer()
+    same.best, other.best = Best("eval/accuracy", "max"), Best("eval/reward_mean", "max")
+    for fresh in (same, other):
+        checkpoints(tmp_path).load_newest(fresh)
+    assert (same.best.value, same.best.step) == (0.9, 2)
+    assert (other.best.value, other.best.step) == (None, None)  # it was another metric's
