@@ -3,7 +3,7 @@
 import asyncio
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,8 @@ from rlhf_mp.config.schema import RunConfig
 from rlhf_mp.data.prompts import load_prompts
 from rlhf_mp.data.types import Share
 from rlhf_mp.models.hf import load_tokenizer, stop_token_ids
-from rlhf_mp.rewards.registered import rewards
+from rlhf_mp.rewards.base import Setting
+from rlhf_mp.rewards.registered import make_reward
 from rlhf_mp.rollout.sampler import Sampler
 from rlhf_mp.rollout.sglang_client import SGLangClient
 from rlhf_mp.rollout.sglang_server import Address, ServerPlan, SGLangServer, describe_exit
@@ -54,6 +55,7 @@ class DataFacts:
     num_validation: int
     steps_per_epoch: int
     stop_token_ids: list[int]
+    notes: list[str] = field(default_factory=list)  # of the reward's terms, for the user
 
 
 class SchedulerActor:
@@ -67,7 +69,9 @@ class SchedulerActor:
         validation = load_prompts(data.val_files, tokenizer, data).prompts if data.val_files else []
         if data.val_max_samples >= 0:
             validation = validation[: data.val_max_samples]
-        reward = rewards[config.reward.name](config.reward)
+        setting = Setting(data.max_response_length, config.reward.startup_timeout_s)
+        reward = make_reward(config.reward, setting, log=log_file.with_name("reward_failures.jsonl"))
+        reward.check_sources([*train.prompts, *validation])
         stop_ids = stop_token_ids(model.path, tokenizer, trust_remote_code=model.trust_remote_code)
         self.scheduler = RolloutScheduler(
             config, Sampler(tokenizer, reward), reward, train.prompts, validation, stop_ids
@@ -81,7 +85,8 @@ class SchedulerActor:
         )
 
     async def facts(self) -> DataFacts:
-        return self.found
+        """Starts the reward too: a judge that is not there ends the run before anything trains."""
+        return replace(self.found, notes=await self.scheduler.reward.start())
 
     async def connect(self, addresses: Sequence[Address]) -> None:
         """Sample from these servers."""

@@ -9,7 +9,7 @@ from rlhf_mp.config.schema import RunConfig
 from rlhf_mp.data.partition import Cut, RankPlan, plan_step
 from rlhf_mp.data.prompts import Prompt, PromptOrder
 from rlhf_mp.data.types import SampleText, Share, Sums, Trajectory
-from rlhf_mp.rewards.base import Reward
+from rlhf_mp.rewards.weighted import WeightedReward
 from rlhf_mp.rollout.base import SamplingParams
 from rlhf_mp.rollout.sampler import Sampler, response_seed
 
@@ -51,7 +51,7 @@ class RolloutScheduler:
         self,
         config: RunConfig,
         sampler: Sampler,
-        reward: Reward,
+        reward: WeightedReward,
         train: Sequence[Prompt],
         validation: Sequence[Prompt],
         stop_token_ids: Sequence[int],
@@ -94,6 +94,7 @@ class RolloutScheduler:
                 "accuracy": (sum(t.reward >= 1.0 for t in responses), len(responses)),
                 "reward_mean": (sum(t.reward for t in responses), len(responses)),
                 "response_length_mean": (sum(len(t.response_ids) for t in responses), len(responses)),
+                **self.reward.settle(),
             },
             self._texts(self.validation, groups),
         )
@@ -112,17 +113,13 @@ class RolloutScheduler:
         epoch, indices = self.order.next()
         self._cursors[step] = self.order.state_dict()
         prompts = [self.train[i] for i in indices]
-        timeouts = self.reward.num_timeouts
 
         def seed_of(group: int, response: int) -> int | None:
             return response_seed(seed, step, group, response) if rollout.reproducible else None
 
         seeds = [[seed_of(group, i) for i in range(rollout.n)] for group in range(len(prompts))]
         groups = await self.sampler.groups(prompts, training_params(self.config, self.stop_token_ids), seeds)
-        metrics = step_metrics(groups, step) | {
-            "rollout/epoch": (epoch, 1),
-            "rollout/reward_timeouts": (self.reward.num_timeouts - timeouts, 1),
-        }
+        metrics = step_metrics(groups, step) | {"rollout/epoch": (epoch, 1)} | self.reward.settle()
         return self._shares([t for group in groups for t in group], metrics, self._texts(prompts, groups))
 
     def _shares(self, trajectories: list[Trajectory], metrics: Sums, samples: list[SampleText]) -> list[Share]:

@@ -6,6 +6,8 @@ from dataclasses import asdict
 from importlib.util import find_spec
 
 from rlhf_mp.config import megatron_checks
+from rlhf_mp.config.multi_turn_checks import multi_turn_problems
+from rlhf_mp.config.reward_checks import reward_problems, written_reward_problems
 from rlhf_mp.config.schema import ActorConfig, DeepSpeedConfig, RunConfig
 from rlhf_mp.errors import Problem
 
@@ -21,6 +23,7 @@ def written_problems(config: RunConfig, given: AbstractSet[str]) -> Iterator[Pro
     """
     yield from _written_actor_problems(config, given)
     yield from megatron_checks.written_problems(config)
+    yield from written_reward_problems(config.reward)
     trainer = config.trainer
     if config.data.system_prompt and not config.data.apply_chat_template:
         yield Problem(
@@ -72,6 +75,8 @@ def cross_problems(config: RunConfig) -> Iterator[Problem]:
     yield from _actor_problems(config)
     yield from _engine_problems(config)
     yield from _trainer_problems(config)
+    yield from reward_problems(config)
+    yield from multi_turn_problems(config)
 
 
 def _batch_problems(config: RunConfig) -> Iterator[Problem]:

@@ -76,7 +76,7 @@ def _unknown_format(path: Path, key: str) -> Problem:
 
 def _jsonl(path: Path, data: DataConfig) -> Contents:
     rows, problems = 0, []
-    wanted = {"prompt_key": data.prompt_key, "answer_key": data.answer_key}
+    wanted = wanted_columns(data)
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
@@ -112,7 +112,7 @@ def _parse(line: bytes, where: str) -> tuple[dict, Problem | None]:
 
 
 def _row_problem(row: dict, where: str, data: DataConfig) -> Problem | None:
-    for key in (data.prompt_key, data.answer_key):
+    for key in wanted_columns(data).values():
         if key not in row:
             return Problem(where, sorted(row), f"this line has no {key!r}, others have", "add it, or remove the line")
     prompt, answer = row[data.prompt_key], row[data.answer_key]
@@ -160,9 +160,14 @@ def _saved_dataset(path: Path, data: DataConfig) -> Contents:
     return _table(path, columns, rows, data)
 
 
-def _table(path: Path, columns: list[str], rows: int, data: DataConfig) -> Contents:
-    wanted = {"prompt_key": data.prompt_key, "answer_key": data.answer_key}
-    return Contents(rows, list(_absent_columns(wanted, columns, str(path))) if rows else [])
+def wanted_columns(data: DataConfig) -> dict[str, str]:
+    """The columns that every row must have, by the knob that names each."""
+    named = {"prompt_key": data.prompt_key, "answer_key": data.answer_key, "reward_fn_key": data.reward_fn_key}
+    return {knob: column for knob, column in named.items() if column}
+
+
+def _table(path: Path, names: list[str], rows: int, data: DataConfig) -> Contents:
+    return Contents(rows, list(_absent_columns(wanted_columns(data), names, str(path))) if rows else [])
 
 
 def _absent_columns(wanted: dict[str, str], columns: Iterable[str], where: str) -> Iterator[Problem]:

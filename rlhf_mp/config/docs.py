@@ -46,6 +46,8 @@ def _default(value: Any) -> str:
 
 def allowed(field: Field) -> str:
     """Type, choices and range of a knob in words."""
+    if field.metadata["names"]:
+        return ", ".join(f"`{name}`" for name in field.metadata["names"]) + ", or `package.module:function`"
     if choices(field.type):
         return ", ".join(f"`{choice}`" for choice in choices(field.type))
     limits = (("ge", "at least"), ("gt", "above"), ("le", "at most"))

@@ -5,24 +5,12 @@ Units are part of a name (``_s``, ``_mb``, ``_gib``) unless the established name
 A knob that is unset (``None``) because it follows from others is filled in when a config is loaded, see derive.py.
 """
 
-from dataclasses import MISSING, dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
-
-def knob(default: Any, help: str, *, ge: float | None = None, gt: float | None = None, le: float | None = None) -> Any:
-    """A field with its documentation and its own range. A mutable default is copied for every config."""
-    metadata = {"help": help, "ge": ge, "gt": gt, "le": le}
-    if isinstance(default, (list, dict)):
-        return field(default_factory=default.copy, metadata=metadata)
-    return field(default=default, metadata=metadata)
-
-
-def section(kind: type) -> Any:
-    return field(default_factory=kind, metadata={"help": (kind.__doc__ or "").splitlines()[0]})
-
-
-def default_of(f: Any) -> Any:
-    return f.default if f.default is not MISSING else f.default_factory()
+from rlhf_mp.config.knob import default_of, knob, section  # noqa: F401
+from rlhf_mp.config.multi_turn import MultiTurnConfig
+from rlhf_mp.config.reward import RewardConfig
 
 
 @dataclass
@@ -33,6 +21,7 @@ class DataConfig:
     val_files: list[str] = knob([], "held-out prompts, in the same formats; empty: no validation")
     prompt_key: str = knob("prompt", "column with the prompt: a text, or a list of chat messages")
     answer_key: str = knob("answer", "column with the reference answer, handed to the reward")
+    reward_fn_key: str = knob("", "column that says where a row is from, see reward.terms.*.sources; empty: none")
     system_prompt: str = knob("", "put before every text prompt as a system message")
     apply_chat_template: bool = knob(True, "wrap prompts in the tokenizer's chat template")
     train_batch_size: int = knob(1024, "prompts per step", ge=1)
@@ -189,6 +178,7 @@ class RolloutConfig:
     startup_timeout_s: float = knob(600, "an engine that is not up by then is an error", gt=0)
     request_timeout_s: float = knob(3600, "one group of responses may take so long", gt=0)
     val_kwargs: ValSamplingConfig = section(ValSamplingConfig)
+    multi_turn: MultiTurnConfig = section(MultiTurnConfig)
 
 
 @dataclass
@@ -224,14 +214,6 @@ class AlgorithmConfig:
 
     adv_estimator: Literal["grpo"] = knob("grpo", "registered advantage estimator")
     norm_adv_by_std_in_grpo: bool = knob(True, "divide by the group's standard deviation; false: Dr. GRPO")
-
-
-@dataclass
-class RewardConfig:
-    """What a response is worth."""
-
-    name: Literal["exact", "math"] = knob("math", "registered reward")
-    timeout_s: float = knob(5.0, "one response's verification may take so long, then it counts 0", gt=0)
 
 
 @dataclass

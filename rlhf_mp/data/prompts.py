@@ -29,6 +29,7 @@ class Prompt:
     ids: list[int]
     text: str  # what ``ids`` encode, chat template included
     answer: str
+    source: str = ""  # where its row is from: data.reward_fn_key
 
 
 @dataclass(frozen=True)
@@ -47,13 +48,14 @@ def load_prompts(files: str | Sequence[str], tokenizer: Tokenizer, data: DataCon
     if data.apply_chat_template and tokenizer.chat_template is None:
         reason, fix = "the tokenizer has no chat template", "data.apply_chat_template=false, or an instruct model"
         raise ConfigError([Problem("data.apply_chat_template", True, reason, fix)])
-    texts, answers, problems = [], [], []
+    texts, answers, sources, problems = [], [], [], []
     for where, row in read_rows(files):
         if found := [*row_problems(where, row, data)]:
             problems += found
         else:
             texts.append(render(row[data.prompt_key], tokenizer, data))
             answers.append(str(row[data.answer_key]))
+            sources.append(str(row[data.reward_fn_key]) if data.reward_fn_key else "")
     if len(problems) > MAX_PROBLEMS:
         rest = Problem("data", str(files), f"{len(problems) - MAX_PROBLEMS} more like these", "see above")
         problems = [*problems[:MAX_PROBLEMS], rest]
@@ -65,12 +67,14 @@ def load_prompts(files: str | Sequence[str], tokenizer: Tokenizer, data: DataCon
     ids = tokenizer(texts, add_special_tokens=not data.apply_chat_template)["input_ids"]
     check_lengths([len(tokens) for tokens in ids], data)
     kept = [i for i, tokens in enumerate(ids) if len(tokens) <= data.max_prompt_length]
-    prompts = [Prompt(index, ids[i], texts[i], answers[i]) for index, i in enumerate(kept)]
+    prompts = [Prompt(index, ids[i], texts[i], answers[i], sources[i]) for index, i in enumerate(kept)]
     return PromptSet(prompts, num_dropped=len(ids) - len(prompts))
 
 
 def row_problems(where: str, row: dict[str, Any], data: DataConfig) -> Iterator[Problem]:
     columns = {"data.prompt_key": data.prompt_key, "data.answer_key": data.answer_key}
+    if data.reward_fn_key:
+        columns["data.reward_fn_key"] = data.reward_fn_key
     missing = {knob: column for knob, column in columns.items() if column not in row}
     for knob, column in missing.items():
         yield Problem(where, sorted(row), f"has no column {column!r}", f"{knob}=<one of these>")

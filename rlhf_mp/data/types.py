@@ -31,6 +31,8 @@ class Trajectory:
     group_id: int  # equal for all responses to one prompt of one step
     version: int  # weight version that sampled it
     finish_reason: Literal["stop", "length", "abort"]
+    scores: dict[str, float] = field(default_factory=dict)  # per reward term, before its weight
+    source: str = ""  # of its prompt
 
     @property
     def num_tokens(self) -> int:

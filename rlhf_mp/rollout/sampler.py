@@ -7,8 +7,15 @@ from typing import Protocol
 
 from rlhf_mp.data.prompts import Prompt
 from rlhf_mp.data.types import Trajectory
-from rlhf_mp.rewards.base import Reward
+from rlhf_mp.rewards.base import Response
+from rlhf_mp.rewards.weighted import Judged
 from rlhf_mp.rollout.base import Completion, RolloutEngine, SamplingParams
+
+
+class Judge(Protocol):
+    """What is used of the run's reward."""
+
+    async def score(self, prompt: Prompt, responses: Sequence[Response]) -> list[Judged]: ...
 
 
 class Decoder(Protocol):
@@ -26,7 +33,7 @@ def response_seed(run_seed: int, step: int, group: int, response: int) -> int:
 class Sampler:
     """Sends each group to the engine with the fewest responses in flight."""
 
-    def __init__(self, decoder: Decoder, reward: Reward):
+    def __init__(self, decoder: Decoder, reward: Judge):
         self._decoder, self._reward = decoder, reward
         self.connect([])
 
@@ -39,19 +46,21 @@ class Sampler:
     ) -> list[Trajectory]:
         """One response per seed, with rewards."""
         completions = await self._generate(prompt.ids, params, seeds)
-        rewards = await self._reward.score(prompt, [self.text(c.ids) for c in completions])
+        judged = await self._reward.score(prompt, [Response(self.text(c.ids), len(c.ids)) for c in completions])
         return [
             Trajectory(
                 prompt_ids=prompt.ids,
                 response_ids=c.ids,
                 response_logprobs=c.logprobs,
                 loss_mask=[True] * len(c.ids),
-                reward=reward,
+                reward=worth.reward,
                 group_id=group_id,
                 version=c.version,
                 finish_reason=c.finish_reason,
+                scores=worth.scores,
+                source=prompt.source,
             )
-            for c, reward in zip(completions, rewards, strict=True)
+            for c, worth in zip(completions, judged, strict=True)
         ]
 
     async def groups(

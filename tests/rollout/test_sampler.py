@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from rlhf_mp.data.prompts import Prompt
 from rlhf_mp.errors import EngineError
+from rlhf_mp.rewards.weighted import Judged
 from rlhf_mp.rollout.base import Completion, SamplingParams
 from rlhf_mp.rollout.sampler import Sampler, response_seed
 
@@ -49,14 +50,12 @@ class Decoder:
 class LastTokenReward:
     """Worth the response's last number; keeps what it was asked."""
 
-    num_timeouts = 0
-
     def __init__(self):
         self.asked = []
 
     async def score(self, prompt, responses):
-        self.asked.append((prompt, list(responses)))
-        return [float(response.split()[-1]) for response in responses]
+        self.asked.append((prompt, [response.text for response in responses]))
+        return [Judged(float(r.text.split()[-1]), {"last": float(r.num_tokens)}) for r in responses]
 
 
 def sampler(*engines: FakeEngine) -> tuple[Sampler, LastTokenReward]:
@@ -76,6 +75,7 @@ def test_a_trajectory_carries_what_was_sampled_and_its_reward():
         ]
         assert {(t.group_id, t.version, t.finish_reason) for t in responses} == {(9, 4, "stop")}
         assert responses[0].response_logprobs == [-0.5] * 3 and responses[0].loss_mask == [True] * 3
+        assert [t.scores for t in responses] == [{"last": 3.0}] * 2
         assert reward.asked == [(PROMPTS[1], ["11 11 5", "11 11 6"])]  # the whole group at once
 
     asyncio.run(run())
