@@ -24,10 +24,10 @@ LAYERS = [
     "config planner checkpoint cluster.guard cluster.watch cluster.first_failure cluster.processes "
     "cluster.shared_memory cluster.launcher",  # before torch is touched
     "data algorithms models",
-    "observe rewards train rollout weights",
+    "observe rewards train rollout weights environments",
     "cluster",
     "trainer",
-    "assemble run quickstart",
+    "assemble run quickstart episode_quickstart",
     "launch benchmarks",
 ]
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names.split()}

@@ -11,12 +11,16 @@ from rlhf_mp.cluster.scheduler import Evaluation, RolloutScheduler
 from rlhf_mp.config.schema import RunConfig
 from rlhf_mp.data.prompts import load_prompts
 from rlhf_mp.data.types import Share
-from rlhf_mp.models.hf import load_tokenizer, stop_token_ids
+from rlhf_mp.environments.registered import environment_maker
+from rlhf_mp.errors import ConfigError, Problem
+from rlhf_mp.models.hf import PreTrainedTokenizerBase, load_tokenizer, stop_token_ids
 from rlhf_mp.rewards.base import Setting
 from rlhf_mp.rewards.registered import make_reward
+from rlhf_mp.rollout.episodes import Episodes
 from rlhf_mp.rollout.sampler import Sampler
 from rlhf_mp.rollout.sglang_client import SGLangClient
 from rlhf_mp.rollout.sglang_server import Address, ServerPlan, SGLangServer, describe_exit
+from rlhf_mp.rollout.turns import TurnEncoder
 
 
 def write_output_to(log_file: Path) -> None:
@@ -58,6 +62,26 @@ class DataFacts:
     notes: list[str] = field(default_factory=list)  # of the reward's terms, for the user
 
 
+def make_episodes(config: RunConfig, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]) -> Episodes | None:
+    """How responses of several turns come about; None where every response is one turn."""
+    knobs = config.actor_rollout_ref.rollout.multi_turn
+    if not knobs.enable:
+        return None
+    try:
+        make = environment_maker(knobs.environment, knobs.environment_args)
+    except (ImportError, AttributeError, TypeError) as error:
+        key, reason = "actor_rollout_ref.rollout.multi_turn.environment", f"{type(error).__name__}: {error}"
+        fix = "correct it or its environment_args; it is imported from where the run is started"
+        raise ConfigError([Problem(key, knobs.environment, reason, fix)]) from error
+    encoder = TurnEncoder(
+        tokenizer,
+        chat=config.data.apply_chat_template,
+        stop_token_ids=stop_ids,
+        max_tokens=knobs.max_tool_response_length,
+    )
+    return Episodes(make, knobs, encoder, lambda ids: tokenizer.decode(ids, skip_special_tokens=True))
+
+
 class SchedulerActor:
     """The scheduler with everything it owns: data, tokenizer, reward, connections to the engines."""
 
@@ -73,9 +97,8 @@ class SchedulerActor:
         reward = make_reward(config.reward, setting, log=log_file.with_name("reward_failures.jsonl"))
         reward.check_sources([*train.prompts, *validation])
         stop_ids = stop_token_ids(model.path, tokenizer, trust_remote_code=model.trust_remote_code)
-        self.scheduler = RolloutScheduler(
-            config, Sampler(tokenizer, reward), reward, train.prompts, validation, stop_ids
-        )
+        sampler = Sampler(tokenizer, reward, make_episodes(config, tokenizer, stop_ids))
+        self.scheduler = RolloutScheduler(config, sampler, reward, train.prompts, validation, stop_ids)
         self.found = DataFacts(
             num_prompts=len(train.prompts),
             num_dropped=train.num_dropped,

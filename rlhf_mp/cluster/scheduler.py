@@ -11,6 +11,7 @@ from rlhf_mp.data.prompts import Prompt, PromptOrder
 from rlhf_mp.data.types import SampleText, Share, Sums, Trajectory
 from rlhf_mp.rewards.weighted import WeightedReward
 from rlhf_mp.rollout.base import SamplingParams
+from rlhf_mp.rollout.episodes import episode_metrics
 from rlhf_mp.rollout.sampler import Sampler, response_seed
 
 
@@ -120,6 +121,8 @@ class RolloutScheduler:
         seeds = [[seed_of(group, i) for i in range(rollout.n)] for group in range(len(prompts))]
         groups = await self.sampler.groups(prompts, training_params(self.config, self.stop_token_ids), seeds)
         metrics = step_metrics(groups, step) | {"rollout/epoch": (epoch, 1)} | self.reward.settle()
+        if rollout.multi_turn.enable:
+            metrics |= episode_metrics([t for group in groups for t in group])
         return self._shares([t for group in groups for t in group], metrics, self._texts(prompts, groups))
 
     def _shares(self, trajectories: list[Trajectory], metrics: Sums, samples: list[SampleText]) -> list[Share]:

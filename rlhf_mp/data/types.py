@@ -19,9 +19,13 @@ Sums = dict[str, tuple[float, float]]
 """Metrics as (sum, count): ranks and micro-batches add them, whoever reports divides once."""
 
 
+FinishReason = Literal["stop", "length", "abort", "turns", "time", "error"]
+"""Why a response ended; the last three are an episode's: limits on turns and time, a failed environment."""
+
+
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """One sampled response to one prompt."""
+    """One sampled response to one prompt, or one episode of several turns."""
 
     prompt_ids: list[int]
     response_ids: list[int]
@@ -30,9 +34,10 @@ class Trajectory:
     reward: float
     group_id: int  # equal for all responses to one prompt of one step
     version: int  # weight version that sampled it
-    finish_reason: Literal["stop", "length", "abort"]
+    finish_reason: FinishReason
     scores: dict[str, float] = field(default_factory=dict)  # per reward term, before its weight
     source: str = ""  # of its prompt
+    num_turns: int = 1
 
     @property
     def num_tokens(self) -> int:

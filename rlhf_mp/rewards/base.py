@@ -10,20 +10,21 @@ from rlhf_mp.registry import Registry
 
 
 @dataclass(frozen=True, slots=True)
+class Failure:
+    """A response that could not be judged."""
+
+    kind: str  # one word, counted by itself: timeout, error, crash, invalid, count, garbage, unavailable
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Response:
     """What there is to judge."""
 
     text: str  # of an episode: its last turn
     num_tokens: int = 0  # that the policy chose
     paid: float = 0.0  # by the environment, over all turns
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """A response that could not be judged."""
-
-    kind: str  # one word, counted by itself: timeout, error, crash, invalid, count, garbage, unavailable
-    reason: str
+    failure: Failure | None = None  # of the environment
 
 
 class Reward(Protocol):
@@ -70,7 +71,7 @@ class TextRule:
     async def score(self, prompt: Prompt, responses: Sequence[Response]) -> Sequence[float | Failure]:
         return [self.worth(prompt, response) for response in responses]
 
-    def worth(self, prompt: Prompt, response: Response) -> float:
+    def worth(self, prompt: Prompt, response: Response) -> float | Failure:
         raise NotImplementedError
 
     async def close(self) -> None:

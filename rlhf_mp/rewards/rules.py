@@ -4,7 +4,7 @@ import re
 
 from rlhf_mp.config.reward import EnvironmentTerm, ExactTerm, FormatTerm, LengthTerm
 from rlhf_mp.data.prompts import Prompt
-from rlhf_mp.rewards.base import Response, Setting, TextRule, rewards
+from rlhf_mp.rewards.base import Failure, Response, Setting, TextRule, rewards
 
 
 @rewards.register("exact")
@@ -23,8 +23,8 @@ class EnvironmentReward(TextRule):
 
     term: EnvironmentTerm
 
-    def worth(self, prompt: Prompt, response: Response) -> float:
-        return response.paid
+    def worth(self, prompt: Prompt, response: Response) -> float | Failure:
+        return response.failure or response.paid
 
 
 @rewards.register("format")
