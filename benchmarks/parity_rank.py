@@ -16,6 +16,7 @@ from rlhf_mp.config.schema import ActorConfig, DeepSpeedConfig, MegatronConfig, 
 from rlhf_mp.data.collate import collate
 from rlhf_mp.data.partition import Cut, plan_step
 from rlhf_mp.data.types import Trajectory
+from rlhf_mp.models.heads import PolicyHead
 from rlhf_mp.models.hf import DTYPES, load_causal_lm
 from rlhf_mp.train import megatron_cpu
 from rlhf_mp.train.accumulate import ForwardSettings
@@ -62,8 +63,8 @@ def actor_config(**own: Any) -> ActorConfig:
     return actor
 
 
-def settings(autocast: torch.dtype | None = None) -> ForwardSettings:
-    return ForwardSettings(CPU, temperature=1.0, entropy_grad=False, offload_activations=False, autocast=autocast)
+def settings(autocast: torch.dtype | None = None, *, packed: bool = False) -> ForwardSettings:
+    return ForwardSettings(CPU, PolicyHead(packed=packed), autocast=autocast)
 
 
 def train(engine: TrainEngine, actor: ActorConfig, num_steps: int) -> dict[str, Any]:
@@ -114,14 +115,16 @@ def zero3_engine(path: str, dtype: str, num_updates: int) -> Iterator[tuple[Trai
 
 
 @contextmanager
-def megatron_engine(path: str, dtype: str, num_updates: int, **knobs: Any) -> Iterator[tuple[TrainEngine, ActorConfig]]:
+def megatron_engine(
+    path: str, dtype: str, num_updates: int, *, packed: bool = False, **knobs: Any
+) -> Iterator[tuple[TrainEngine, ActorConfig]]:
     from megatron.core import parallel_state
 
     from rlhf_mp.train.megatron_engine import MegatronEngine
 
     actor = actor_config(megatron=MegatronConfig(**knobs))
     model = ModelConfig(path=path, dtype=dtype, enable_gradient_checkpointing="recompute" in knobs)
-    yield MegatronEngine(model, settings(), actor, num_updates), actor
+    yield MegatronEngine(model, settings(packed=packed), actor, num_updates), actor
     parallel_state.destroy_model_parallel()
 
 

@@ -9,7 +9,6 @@ import argparse
 import contextlib
 import itertools
 import json
-import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +16,11 @@ from unittest.mock import patch
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
 
 from benchmarks.machine import provenance
-from rlhf_mp.models.logprobs import token_logprobs_and_entropy
+from rlhf_mp.models.chunked_head import LOGIT_BYTES, Scoring
+from rlhf_mp.models.logprobs import run_model
+from rlhf_mp.observe.live_bytes import LiveBytes
 from rlhf_mp.planner.activations import training_activations
 from rlhf_mp.planner.job import EAGER, Batch, TorchLayout
 from rlhf_mp.planner.known_models import find_model
@@ -36,35 +34,6 @@ class Simulated:
     saved: int  # kept for the backward pass, logits left out
     forward_peak: int  # of one forward and loss, what is kept included
     backward_peak: int  # of all that is alive at once, gradients of the weights left out
-
-
-class LiveBytes(TorchDispatchMode):
-    """Sums the sizes of storages made while it is active, for as long as they live; the model's own do not count."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        own = [*model.parameters(), *model.buffers()]
-        self._known = weakref.WeakSet(tensor.untyped_storage() for tensor in own)  # views of weights come by too
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                self._track(tensor.untyped_storage())
-        self.peak = max(self.peak, self.now)
-        return result
-
-    def _track(self, storage: torch.UntypedStorage) -> None:
-        if storage in self._known:
-            return
-        size = storage.nbytes()
-        self._known.add(storage)
-        self.now += size
-        weakref.finalize(storage, self._release, size)
-
-    def _release(self, size: int) -> None:
-        self.now -= size
 
 
 def build(shape: ModelShape, kind: str, checkpointing: bool) -> torch.nn.Module:
@@ -127,7 +96,7 @@ def simulate(
             kept = sum(saved)
         for parameter in model.parameters():  # as under ZeRO: a gradient leaves as soon as it is whole
             parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-        with LiveBytes(model) as live:
+        with LiveBytes([*model.parameters(), *model.buffers()]) as live:
             loss = _loss(model, tokens, chunk)
             forward_peak, live.peak = live.peak, live.now
             loss.backward()
@@ -135,19 +104,9 @@ def simulate(
 
 
 def _loss(model: torch.nn.Module, tokens: torch.Tensor, chunk: int | None) -> torch.Tensor:
-    if chunk is None:
-        logits = model(input_ids=tokens, use_cache=False).logits.float()
-        return token_logprobs_and_entropy(logits, tokens, entropy_grad=False)[0].sum()
-    hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state.flatten(0, 1)
-    total = torch.zeros(())
-    for start in range(0, len(hidden), chunk):
-        part, ids = hidden[start : start + chunk], tokens.flatten()[start : start + chunk]
-        total = total + checkpoint(_chunk_loss, model.lm_head, part, ids, use_reentrant=False)
-    return total
-
-
-def _chunk_loss(head: torch.nn.Module, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    return token_logprobs_and_entropy(head(hidden).float(), ids, entropy_grad=False)[0].sum()
+    chunk_bytes = (chunk or 0) * LOGIT_BYTES * model.config.vocab_size
+    inputs = {"input_ids": tokens, "use_cache": False}
+    return run_model(model, inputs, tokens, Scoring(1.0, entropy_grad=False, chunk_bytes=chunk_bytes))[0].sum()
 
 
 NOTE = (

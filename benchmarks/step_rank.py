@@ -142,7 +142,7 @@ def train_ratio(job: Any, trainer: Any, rounds: int) -> dict[str, float]:
     trainer.rollouts.publish(trainer.step)
     share = trainer.rollouts.fetch(trainer.step)
     batch = collate(share.trajectories)
-    trainer.score(batch, share.score_rows)
+    trainer.score(batch, share)
     batch.advantages = trainer.algorithm.advantages(batch.rewards, batch.group_ids, batch.mask)
     work = [([batch.select(rows) for rows in m.micro_batches], m.totals) for m in share.minibatches]
     bare_engine = make_bare_engine(job)

@@ -7,12 +7,12 @@ What a configuration needs, phase by phase, on the cards of this machine or on o
 
 Which layouts a model fits, the fastest first, and why the others do not:
 
-  python launch/plan.py --model qwen2.5-32b --gpu h100 --num-gpus 16 --algorithm grpo
+  python launch/plan.py --model qwen2.5-32b --gpu h100 --num-gpus 16 --algorithm grpo --price-per-gpu-hour 2.5
 
 What fits a card, and what a model needs, for full training, LoRA and QLoRA:
 
   python launch/plan.py --what-fits 24GB
-  python launch/plan.py --what-needs llama-2-13b
+  python launch/plan.py --what-needs llama-2-13b --cloud
 
 GB are 10^9 bytes, GiB 2^30. Exit code 1: it does not fit; 2: the question has problems; all of them are printed.
 """
@@ -28,7 +28,8 @@ from rlhf_mp.planner.amount import parse_size
 from rlhf_mp.planner.capacity import describe_fits, describe_needs, what_fits, what_needs
 from rlhf_mp.planner.drawing import draw
 from rlhf_mp.planner.hardware import find_gpu
-from rlhf_mp.planner.job import Workload
+from rlhf_mp.planner.instances import describe_instances
+from rlhf_mp.planner.job import OPTIMIZER_MOMENTS, Workload
 from rlhf_mp.planner.known_models import find_model
 from rlhf_mp.planner.plan import Plan
 from rlhf_mp.planner.report import as_json, describe, explain
@@ -53,6 +54,11 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--tp", type=int, help="Megatron's tensor parallelism, with --model; unset: tried")
     parser.add_argument("--pp", type=int, help="Megatron's pipeline parallelism, with --model; unset: tried")
     parser.add_argument("--rollout-tp", type=int, help="GPUs an engine, with --model; unset: tried")
+    parser.add_argument("--optimizer", choices=tuple(OPTIMIZER_MOMENTS), default="adamw", help="with --model")
+    parser.add_argument("--reward-model", metavar="MODEL", help="a model that scores responses, with --model")
+    parser.add_argument("--network-gbit", type=float, default=200.0, help="a second and GPU between machines")
+    parser.add_argument("--price-per-gpu-hour", type=float, metavar="PRICE", help="with --model: what a step costs")
+    parser.add_argument("--cloud", action="store_true", help="with --what-needs: the clouds' smallest machines")
     parser.add_argument("--sleep", action="store_true", help="with --model: engines give memory back between rollouts")
     parser.add_argument("--prompts", type=int, default=512, help="a step, with --model")
     parser.add_argument("--responses", type=int, default=8, help="a prompt, with --model")
@@ -120,10 +126,14 @@ def show_search(args: argparse.Namespace) -> int:
         tp=args.tp,
         pp=args.pp,
         rollout_tp=args.rollout_tp,
+        optimizer=args.optimizer,
+        network_rate=args.network_gbit * 1e9 / 8,
+        reward_model=find_model(args.reward_model) if args.reward_model else None,
+        price=args.price_per_gpu_hour,
     )
     found, refused = search(question)
     if args.json:
-        print(json.dumps(search_json(found, refused), indent=2))
+        print(json.dumps(search_json(question, found, refused), indent=2))
     else:
         print(describe_search(question, found, refused))
         if found and args.explain:
@@ -149,6 +159,8 @@ def show_needs(args: argparse.Namespace) -> int:
         print(json.dumps(needs, indent=2))
     else:
         print(describe_needs(shape))
+        if args.cloud:
+            print("\n" + describe_instances(shape))
     return FITS
 
 

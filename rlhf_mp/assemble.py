@@ -2,8 +2,8 @@
 
 import sys
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,18 +14,28 @@ from rlhf_mp.checkpoint import model_identity
 from rlhf_mp.cluster.guard import Guard
 from rlhf_mp.cluster.ranks import Ranks
 from rlhf_mp.cluster.services import Services
+from rlhf_mp.config.checkpoint_folder import trained_facts
 from rlhf_mp.config.load import config_to_dict
 from rlhf_mp.config.schema import RunConfig
-from rlhf_mp.models.hf import DTYPES, save_checkpoint
+from rlhf_mp.errors import ConfigError
+from rlhf_mp.models.heads import ValueHead
+from rlhf_mp.models.hf import DTYPES, load_tokenizer, save_checkpoint
 from rlhf_mp.observe.console import ConsoleSink
+from rlhf_mp.observe.footprint import Footprint
+from rlhf_mp.observe.memory import peak_memory
 from rlhf_mp.observe.metrics import MetricLog
 from rlhf_mp.observe.reduce import reduce_over_ranks
+from rlhf_mp.observe.rollout_page import Decode
+from rlhf_mp.observe.rollout_sink import RolloutPageSink
 from rlhf_mp.observe.sinks import JsonlSink, Sink, TensorBoardSink, WandbSink
 from rlhf_mp.observe.watchdog import watch
 from rlhf_mp.phase import Phase
+from rlhf_mp.planner.preflight import plan_of
+from rlhf_mp.planner.term import Role
 from rlhf_mp.rollout.sglang_client import EngineControl
-from rlhf_mp.train.base import TrainEngine
-from rlhf_mp.train.build import make_actor, make_reference
+from rlhf_mp.train.base import Scorer, TrainEngine
+from rlhf_mp.train.build import make_actor, make_critic, make_reference, policy_head
+from rlhf_mp.trainer.best import Best
 from rlhf_mp.trainer.checkpoints import RunCheckpoints
 from rlhf_mp.trainer.trainer import Schedule, Trainer
 from rlhf_mp.weights.base import Transport, WeightSync
@@ -57,36 +67,61 @@ def make_trainer(job: Job) -> Trainer:
     knobs, algorithm, facts = job.config.trainer, make_algorithm(job.config), job.services.facts()
     torch.manual_seed(knobs.seed + job.ranks.rank)
     num_steps = knobs.total_training_steps or knobs.total_epochs * facts.steps_per_epoch
-    actor = make_actor(job.config, job.device, num_steps * updates_per_step(job.config))
+    epochs, warmup = job.config.actor_rollout_ref.actor.ppo_epochs, knobs.critic_warmup
+    updates = updates_per_step(job.config)
+    actor = make_actor(job.config, job.device, (num_steps - warmup) * updates)
+    critic = None
+    if job.config.critic.enable:
+        critic = make_critic(job.config, job.device, num_steps * updates // epochs * job.config.critic.ppo_epochs)
     reference = make_reference(job.config, job.device) if algorithm.needs_reference else None
+    models = {Role.actor: actor, Role.critic: critic, Role.reference: reference}
+    footprint = make_footprint(job, {role: model for role, model in models.items() if model is not None})
     trainer = Trainer(
-        schedule=Schedule(num_steps, knobs.test_freq, knobs.save_freq, knobs.val_before_train),
+        schedule=Schedule(num_steps, knobs.test_freq, knobs.save_freq, knobs.val_before_train, warmup),
         actor=actor,
+        critic=critic,
         reference=reference,
         algorithm=algorithm,
         rollouts=job.services.client.with_share(actor.layout.dp_rank),
         swap=make_swap(job),
-        checkpoints=make_checkpoints(job, actor),
+        checkpoints=make_checkpoints(job, {"actor": actor} | ({"critic": critic} if critic else {})),
         log=MetricLog([], reduce_over_ranks),
-        watch=lambda phase: watched(job, phase),
+        watch=lambda phase: watched(job, phase, footprint),
+        memory=footprint.metrics if footprint else peak_memory,
         has_validation=facts.num_validation > 0,
+        packed=job.config.actor_rollout_ref.model.use_remove_padding,
+        sum_over_ranks=job.ranks.sum,
         counts=actor.layout.is_output_rank,
+        best=Best(knobs.best_metric, knobs.best_mode) if knobs.best_metric else None,
     )
     trainer.resume()
     if job.ranks.rank == 0:
         print(
-            f"{facts.num_prompts} prompts ({facts.num_dropped} dropped as longer than data.max_prompt_length), "
-            f"{facts.num_validation} for validation, {num_steps} steps"
+            f"{facts.num_prompts} prompts ({facts.num_dropped} dropped and {facts.num_truncated} cut as longer than "
+            f"data.max_prompt_length), {facts.num_validation} for validation, {num_steps} steps"
         )
         print(*facts.notes, sep="\n", end="\n" if facts.notes else "")
         trainer.log.sinks = make_sinks(job, num_steps, trainer.step)
     return trainer
 
 
-def watched(job: Job, phase: Phase) -> AbstractContextManager[None]:
+@contextmanager
+def watched(job: Job, phase: Phase, footprint: Footprint | None) -> Iterator[None]:
     timeout_s = job.config.trainer.phase_timeout_s
     message = f"phase {phase.value} lasted longer than {timeout_s:g} s (trainer.phase_timeout_s)"
-    return watch(phase, job.ranks.rank, timeout_s, lambda: job.on_hang(message))
+    measured = footprint.during(phase) if footprint else nullcontext()
+    with watch(phase, job.ranks.rank, timeout_s, lambda: job.on_hang(message)), measured:
+        yield
+
+
+def make_footprint(job: Job, models: Mapping[Role, Scorer]) -> Footprint | None:
+    """Of rank 0; None elsewhere, and for a model that the planner cannot count (``trainer.skip_plan``)."""
+    if job.ranks.rank != 0:
+        return None
+    try:
+        return Footprint(models, plan_of(job.config), job.device)
+    except ConfigError:
+        return None
 
 
 def make_swap(job: Job) -> VerifiedSwap:
@@ -131,7 +166,7 @@ def make_transport(job: Job) -> Transport:
             return DiskTransport(job.guard.run_dir / "weights", job.ranks.rank == 0)
 
 
-def make_checkpoints(job: Job, actor: TrainEngine) -> RunCheckpoints:
+def make_checkpoints(job: Job, trained: dict[str, TrainEngine]) -> RunCheckpoints:
     knobs = job.config.trainer
     return RunCheckpoints(
         job.guard.run_dir,
@@ -140,21 +175,28 @@ def make_checkpoints(job: Job, actor: TrainEngine) -> RunCheckpoints:
         resume_from=Path(knobs.resume_from_path) if knobs.resume_mode == "resume_path" else None,
         resume=knobs.resume_mode != "disable",
         identity=model_identity(Path(job.config.actor_rollout_ref.model.path)),
-        export=(lambda folder: export(job, actor, folder)) if knobs.save_hf == "always" else None,
+        trained=trained_facts(job.config),
+        export=(lambda folder: export(job, trained, folder)) if knobs.save_hf == "always" else None,
         say=print,
     )
 
 
-def export(job: Job, actor: TrainEngine, folder: Path) -> None:
-    """Collective. Write the actor as a Hugging Face checkpoint."""
-    weights = actor.weights()
-    if job.ranks.rank == 0:
-        model = job.config.actor_rollout_ref.model
-        save_checkpoint(weights, model.path, folder, DTYPES[model.dtype])
-    else:
-        for _ in weights:  # gathering them takes all ranks
-            pass
-    job.ranks.barrier()
+def export(job: Job, trained: dict[str, TrainEngine], folder: Path) -> None:
+    """Collective. Write the actor as a Hugging Face checkpoint, and the critic beside it."""
+    config = job.config
+    sources = {
+        "actor": (config.actor_rollout_ref.model, policy_head(config), folder),
+        "critic": (config.critic.model, ValueHead(), folder.with_name(f"{folder.name}_critic")),
+    }
+    for name, engine in trained.items():
+        model, head, place = sources[name]
+        weights = engine.weights()
+        if job.ranks.rank == 0:
+            save_checkpoint(weights, model.path, place, DTYPES[model.dtype], head.saved_config)
+        else:
+            for _ in weights:  # gathering them takes all ranks
+                pass
+        job.ranks.barrier()
 
 
 def make_sinks(job: Job, num_steps: int, steps_done: int) -> list[Sink]:
@@ -168,4 +210,12 @@ def make_sinks(job: Job, num_steps: int, steps_done: int) -> list[Sink]:
         sinks.append(TensorBoardSink(run_dir / "tensorboard", first))
     if "wandb" in knobs.logger:
         sinks.append(WandbSink(knobs.project_name, knobs.experiment_name, config_to_dict(job.config), run_dir))
+    if knobs.log_val_generations > 0:
+        sinks.append(RolloutPageSink(run_dir / "rollouts", run_dir.name, lambda: page_decoder(job.config), print))
     return sinks
+
+
+def page_decoder(config: RunConfig) -> Decode:
+    model = config.actor_rollout_ref.model
+    tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+    return lambda ids: tokenizer.decode(ids, skip_special_tokens=False)

@@ -82,9 +82,11 @@ def set_aside_later(run_dir: Path, step: int) -> list[Path]:
     return places
 
 
-def remove_old(run_dir: Path, keep: int) -> None:
+def remove_old(run_dir: Path, keep: int, spare: int | None = None) -> None:
+    """Keep the newest few, and that of step ``spare``."""
     for folder in newest_first(run_dir)[keep:]:
-        shutil.rmtree(folder)
+        if step_of(folder) != spare:
+            shutil.rmtree(folder)
 
 
 def damage(folder: Path, *, checksums: bool) -> Iterator[str]:
@@ -120,8 +122,20 @@ def read_state(folder: Path, *, checksums: bool) -> dict[str, Any]:
     return json.loads((folder / STATE).read_text())
 
 
-def misfits(state: dict[str, Any], model: dict[str, Any], num_ranks: int) -> Iterator[str]:
-    """Why a run of ``model`` on so many ranks cannot continue from a checkpoint; nothing when it can."""
+def misfits(
+    state: dict[str, Any], model: dict[str, Any], num_ranks: int, trained: dict[str, Any] | None = None
+) -> Iterator[str]:
+    """Why a run of ``model`` on so many ranks cannot continue from a checkpoint; nothing when it can.
+
+    Args:
+        trained: by key, what else must be as it was when the checkpoint was written: each trained model's backend.
+    """
+    trained = trained or {}
+    before = state.get("trained", trained)  # of a checkpoint from before this was recorded: nothing is known
+    for key in sorted(before.keys() | trained.keys()):
+        then, now = (facts.get(key, "nothing") for facts in (before, trained))
+        if then != now:
+            yield f"was written with {key} = {then}, this run has {now}"
     if state["model"] != model:
         other = {key: value for key, value in state["model"].items() if key not in model or model[key] != value}
         yield f"is of another model, with {other}"

@@ -19,6 +19,7 @@ import torch
 from rlhf_mp.config.schema import ActorConfig, OptimConfig
 from rlhf_mp.data.collate import collate
 from rlhf_mp.data.types import PolicyOutput, TokenBatch, Totals, Trajectory
+from rlhf_mp.models.heads import PolicyHead
 from rlhf_mp.models.hf import PreTrainedTokenizerBase, load_causal_lm, load_tokenizer
 from rlhf_mp.models.tiny import character_tokenizer, make_checkpoint
 from rlhf_mp.train.accumulate import ForwardSettings
@@ -73,7 +74,7 @@ def warm_start(out: Path, seed: int) -> float:
     rows = problems(seed)
     held_out, train = batch_of(rows[:NUM_HELD_OUT], tokenizer), batch_of(rows[NUM_HELD_OUT:], tokenizer)
     actor = ActorConfig(optim=OptimConfig(lr=LEARNING_RATE, weight_decay=0.0))
-    settings = ForwardSettings(torch.device("cpu"), temperature=1.0, entropy_grad=False, offload_activations=False)
+    settings = ForwardSettings(torch.device("cpu"), PolicyHead())
     engine = TorchEngine(load_causal_lm(str(out / "model"), torch.float32), settings, actor, MAX_STEPS)
     generator = random.Random(seed)
     for step in range(1, MAX_STEPS + 1):

@@ -18,6 +18,7 @@ from rlhf_mp.errors import CheckpointError, ConfigError, EngineError, RewardErro
 
 if TYPE_CHECKING:
     from rlhf_mp.assemble import Job
+    from rlhf_mp.trainer.best import Best
     from rlhf_mp.trainer.trainer import Trainer
 
 EXIT_CONFIG, EXIT_FAILED = 2, 1
@@ -31,10 +32,10 @@ def train_to_the_end(job: "Job", trainer: "Trainer") -> None:
 
     trainer.train()
     if job.config.trainer.save_hf != "never":
-        export(job, trainer.actor, job.guard.run_dir / "huggingface")
+        export(job, trainer.trained, job.guard.run_dir / "huggingface")
     trainer.log.close()
     if job.ranks.rank == 0:
-        finish(job.config, job.guard.run_dir)
+        finish(job.config, job.guard.run_dir, trainer.best)
 
 
 def run(config: RunConfig, info: RankInfo, work: Callable[["Job", "Trainer"], None] = train_to_the_end) -> int:
@@ -123,9 +124,10 @@ def quiet() -> None:
     warnings.filterwarnings("ignore", module=r"megatron\.|mbridge\.")
 
 
-def finish(config: RunConfig, run_dir: Path) -> None:
+def finish(config: RunConfig, run_dir: Path, best: "Best | None") -> None:
     """summary.json, and the table at the end."""
     from rlhf_mp import checkpoint
+    from rlhf_mp.observe.plan_check import table
     from rlhf_mp.observe.sinks import read_jsonl
     from rlhf_mp.observe.summary import before_after_table, write_summary
 
@@ -134,8 +136,22 @@ def finish(config: RunConfig, run_dir: Path) -> None:
         paths["tensorboard"] = str(run_dir / "tensorboard")
     if saved := checkpoint.newest_first(run_dir):
         paths["checkpoint"] = str(saved[0])
+    if best is not None and best.step is not None:
+        paths["best checkpoint"] = str(checkpoint.folder_of(run_dir, best.step))
+    if (run_dir / "rollouts").is_dir():
+        paths["rollouts"] = str(run_dir / "rollouts")
     if config.trainer.save_hf != "never":
         paths["hf"] = str(run_dir / "huggingface")
+        if config.critic.enable:
+            paths["hf_critic"] = str(run_dir / "huggingface_critic")
     records = read_jsonl(run_dir / "metrics.jsonl")
-    summary = write_summary(run_dir / "summary.json", records, config=config_to_dict(config), paths=paths)
+    summary = write_summary(
+        run_dir / "summary.json",
+        records,
+        config=config_to_dict(config),
+        paths=paths,
+        best=best.state_dict() if best is not None else None,
+    )
     print("\n" + before_after_table(summary))
+    if summary["memory"]:
+        print("\n" + table(summary["memory"]))

@@ -159,6 +159,17 @@ def test_whether_a_checkpoint_fits_is_told_with_what_is_different():
     ]
 
 
+def test_the_backends_that_wrote_it_are_told_too():
+    model = {"hidden_size": 64}
+    state = {"model": model, "num_ranks": 2, "trained": {"actor.strategy": "torch", "critic.strategy": "torch"}}
+    assert list(checkpoint.misfits(state, model, 2, dict(state["trained"]))) == []
+    assert list(checkpoint.misfits(state, model, 2, {"actor.strategy": "megatron", "reward": "x"})) == [
+        "was written with actor.strategy = torch, this run has megatron",
+        "was written with critic.strategy = torch, this run has nothing",
+        "was written with reward = nothing, this run has x",
+    ]
+
+
 def test_a_model_is_known_by_its_shapes_not_by_its_name(tmp_path):
     config = {"hidden_size": 64, "vocab_size": 96, "_name_or_path": "a", "transformers_version": "5.12"}
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -68,6 +68,7 @@ class Compared:
     planned: Answer | None
     floor: float | None = None  # what it cannot be less than: the weights alone
     note: str = ""  # why a wrong cell is wrong
+    measured: Range | None = None
 
     @property
     def difference(self) -> float | None:

@@ -8,7 +8,7 @@ from rlhf_mp.planner.amount import GB, GIB
 from rlhf_mp.planner.capacity import METHODS, single_gpu_job
 from rlhf_mp.planner.hardware import Gpu, find_gpu
 from rlhf_mp.planner.inference import cache_bytes_per_token
-from rlhf_mp.planner.job import EAGER, Adapter, Batch, TorchLayout
+from rlhf_mp.planner.job import EAGER, Adapter, Batch, Engine, TorchLayout
 from rlhf_mp.planner.known_models import find_model
 from rlhf_mp.planner.plan import make_plan
 from rlhf_mp.planner.states import base_weights, lora_params
@@ -137,7 +137,21 @@ def planned(cell: Cell) -> Answer | None:
         if cell.column == "FP16 TFLOPs":
             return Answer(exactly(gpu.bf16_flops / 1e12), f"dense tensor cores: {gpu.source}")
         return Answer(exactly(gpu.memory / GB), f"{gpu.memory / GIB:.1f} GiB in nvidia-smi")
+    if cell.table == "002-expected" and ("GRPO LoRA" in cell.row or "GSPO LoRA" in cell.row):
+        return _grpo_with_lora(cell)
     return _single_planned(cell)
+
+
+def _grpo_with_lora(cell: Cell) -> Answer:
+    """One sequence of 256 + 256 tokens a micro-batch, four at once in an engine that shares the GPU; no critic."""
+    length, recompute = 512, "full" if "ckpt" in cell.row else "none"
+    engine = Engine(max_cache_tokens=4 * length, sequence=length, max_sequences=4, graph_batch=4, prefill_tokens=length)
+    job = single_gpu_job(find_model("llama-2-7b"), METHODS["LoRA"], find_gpu("a100-80g"))
+    batch = Batch(length, length, recompute=recompute)
+    # the reference is the same model with its adapters off
+    plan = make_plan(replace(job, algorithm="grpo", batch=batch, engine=engine))
+    basis = f"{job.model.name} on {job.gpu.name}: its weights twice, in trainer and engine; recompute {recompute}"
+    return Answer(exactly(plan.peak / GB), basis)
 
 
 def _training(model: str, method: str, recompute: str = "full") -> Answer:

@@ -1,8 +1,11 @@
 """Documents 001 and 003: memory by component, memory a GPU, throughput, and claims in percent."""
 
+import json
+from pathlib import Path
+
 from benchmarks.tables.cells import Answer, Cell, Range, exactly
 from rlhf_mp.planner.activations import training_activations
-from rlhf_mp.planner.amount import GB
+from rlhf_mp.planner.amount import GB, GIB
 from rlhf_mp.planner.hardware import find_gpu
 from rlhf_mp.planner.inference import cache_bytes_per_token
 from rlhf_mp.planner.job import EAGER, Batch, Engine, Job, Workload, ZeroLayout
@@ -17,6 +20,7 @@ MODELS = {
     "32B": (32e9, 12.0, 32.0, 16, "qwen2.5-32b"),
     "70B": (70e9, 24.0, 64.0, 32, "llama-3.1-70b"),
 }
+RUNS = Path(__file__).parents[1] / "results" / "throughput.json"
 MICRO_BATCH, CACHED_TOKENS = 16384, 32 * 2048
 
 
@@ -68,6 +72,18 @@ def _run(cell: Cell, name: str, gpus: int) -> Answer | None:
         speed = step_time(plan, Workload(512, 8, 512, 1024)).tokens_per_second
         return Answer(exactly(speed), f"roofline of GRPO on {gpus} H100 (card and lengths assumed)")
     return None
+
+
+def measured(cell: Cell) -> Range | None:
+    """What a run of the headline config of this row did, if one was ever measured (benchmarks/throughput.py)."""
+    key, scale = {"Memory per GPU": ("peak_gib", GIB / GB), "Throughput (tokens/s)": ("tokens_per_s", 1.0)}.get(
+        cell.column, ("", 0.0)
+    )
+    if cell.table != "003-bench" or not key or not RUNS.is_file():
+        return None
+    runs = {record["size"]: record["measured"] for record in json.loads(RUNS.read_text())["cells"]}
+    value = runs[cell.row].get(key)
+    return exactly(value * scale) if value is not None else None
 
 
 def _claim(cell: Cell) -> Answer | None:

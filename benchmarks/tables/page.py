@@ -1,36 +1,27 @@
-"""The comparison as one self-contained HTML file: charts of the headline totals, then every cell."""
+"""The comparison as a part of an HTML report: charts of the headline totals, then every cell."""
 
-import json
 from html import escape
 from itertools import groupby
-from typing import Any
 
 from benchmarks.tables.cells import Compared
 from benchmarks.tables.suite import HEADER, row_of, summary
 
 COLORS = {"printed": "#bab0ac", "recomputed": "#4e79a7", "planned": "#f28e2b"}
-STYLE = """
-body { font: 14px sans-serif; margin: 2em; max-width: 1300px }
-table { border-collapse: collapse } td, th { border: 1px solid #ddd; padding: 2px 6px; text-align: left }
-.wrong { background: #fde0dd } .rounding { background: #fff7dc }
-"""
 CHARTED = ("000-summary", "003-breakdown")
 WIDTH, BAR = 620, 9
 
 
-def as_html(results: list[Compared], provenance: dict[str, Any]) -> str:
-    parts = ["<!doctype html><meta charset='utf-8'><title>Tables of the documents</title>", f"<style>{STYLE}</style>"]
-    parts.append("<h1>The tables of the source documents: printed, recomputed, planned</h1>")
-    parts.append("<p>Sizes in GB of 10^9 bytes. Nothing here is measured.</p>")
+def body(results: list[Compared]) -> str:
+    parts = ["<h2>The tables of the source documents: printed, recomputed, planned</h2>"]
+    parts.append("<p>Sizes in GB of 10^9 bytes. Measured where this machine can; empty where not.</p>")
     parts.append(f"<pre>{escape(summary(results))}</pre>")
     for table, cells in groupby(results, key=lambda result: result.cell.table):
         own = list(cells)
-        parts.append(f"<h2>{escape(table)}: {escape(own[0].cell.title)}</h2>")
+        parts.append(f"<h3>{escape(table)}: {escape(own[0].cell.title)}</h3>")
         if table in CHARTED:
             parts.append(chart(own))
         parts.append(rows(own))
-    parts.append(f"<h2>Provenance</h2><pre>{escape(json.dumps(provenance, indent=1))}</pre>")
-    return "\n".join(parts) + "\n"
+    return "\n".join(parts)
 
 
 def rows(results: list[Compared]) -> str:

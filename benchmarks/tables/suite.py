@@ -25,7 +25,7 @@ def compared() -> Iterator[Compared]:
     for cell in printed_cells():
         module = DOCUMENTS[cell.document]
         result = Compared(cell, module.recomputed(cell), module.planned(cell), document_002.floor(cell))
-        yield replace(result, note=explain_wrong(result))
+        yield replace(result, note=explain_wrong(result), measured=document_003.measured(cell))
 
 
 def explain_wrong(result: Compared) -> str:
@@ -79,7 +79,7 @@ def row_of(result: Compared) -> list[str]:
         own,
         difference,
         planned,
-        "",
+        "" if result.measured is None else str(result.measured),
         result.verdict,
     ]
 
@@ -102,8 +102,8 @@ def as_records(results: list[Compared]) -> list[dict[str, Any]]:
             "difference": result.difference,
             "planned": result.planned and [result.planned.value.low, result.planned.value.high],
             "planned_basis": result.planned and result.planned.basis,
-            "measured": None,
-            "measured_note": UNMEASURED,
+            "measured": result.measured and [result.measured.low, result.measured.high],
+            "measured_note": "" if result.measured else UNMEASURED,
             "verdict": result.verdict,
             "note": result.note,
         }
@@ -133,7 +133,8 @@ def as_markdown(results: list[Compared]) -> str:
         "*Printed* is what the document says, *recomputed* what its own formula and inputs give, *planned* what",
         "`rlhf_mp/planner` says for the real model of that size: Qwen2.5-3B, Llama-3.1-8B, Qwen2.5-32B, Llama-3.1-70B,",
         "and in document 002 the models it names. Sizes are GB of 10^9 bytes. Where a card is printed, *recomputed* is",
-        "what has to fit it. Empty *recomputed*: the document does not say enough. Nothing here is measured.",
+        "what has to fit it. Empty *recomputed*: the document does not say enough. *Measured* is",
+        "empty where nothing was: everything here asks for GPUs that the machine of these results does not have.",
         "",
         "```text",
         summary(results),
@@ -146,11 +147,11 @@ def as_markdown(results: list[Compared]) -> str:
             table = cell.table
             lines += ["", f"## {cell.table}: {cell.title}", ""]
             lines += [
-                "| line | row | column | printed | recomputed | difference | planned | verdict |",
-                "|" + "---|" * 8,
+                "| line | row | column | printed | recomputed | difference | planned | measured | verdict |",
+                "|" + "---|" * 9,
             ]
         _, line, *fields = (field.replace("|", "/").replace("*", "") for field in row_of(result))
-        shown = [line, *fields[:6]]
+        shown = [line, *fields[:7]]
         verdict = f"**wrong**: {result.note}" if result.note else result.verdict
         lines.append("| " + " | ".join([*shown, verdict]) + " |")
     return "\n".join(lines) + "\n"

@@ -3,12 +3,15 @@
 import asyncio
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from rlhf_mp.cluster.scheduler import Evaluation, RolloutScheduler
 from rlhf_mp.config.schema import RunConfig
+from rlhf_mp.data.order import make_order
+from rlhf_mp.data.prompt_table import DataFile, compare_files
 from rlhf_mp.data.prompts import load_prompts
 from rlhf_mp.data.types import Share
 from rlhf_mp.environments.registered import environment_maker
@@ -21,6 +24,7 @@ from rlhf_mp.rollout.sampler import Sampler
 from rlhf_mp.rollout.sglang_client import SGLangClient
 from rlhf_mp.rollout.sglang_server import Address, ServerPlan, SGLangServer, describe_exit
 from rlhf_mp.rollout.turns import TurnEncoder
+from rlhf_mp.rollout.validation import file_names
 
 
 def write_output_to(log_file: Path) -> None:
@@ -56,6 +60,7 @@ class DataFacts:
 
     num_prompts: int
     num_dropped: int
+    num_truncated: int
     num_validation: int
     steps_per_epoch: int
     stop_token_ids: list[int]
@@ -90,20 +95,25 @@ class SchedulerActor:
         model, data = config.actor_rollout_ref.model, config.data
         tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
         train = load_prompts(data.train_files, tokenizer, data)
-        validation = load_prompts(data.val_files, tokenizer, data).prompts if data.val_files else []
-        if data.val_max_samples >= 0:
-            validation = validation[: data.val_max_samples]
+        validation = {
+            name: load_prompts([file], tokenizer, data).first(data.val_max_samples)
+            for name, file in zip(file_names(data.val_files), data.val_files, strict=True)
+        }
+        self.files = {"data.train_files": train.facts.files}
+        self.files |= {"data.val_files": [file for prompts in validation.values() for file in prompts.facts.files]}
         setting = Setting(data.max_response_length, config.reward.startup_timeout_s)
         reward = make_reward(config.reward, setting, log=log_file.with_name("reward_failures.jsonl"))
-        reward.check_sources([*train.prompts, *validation])
+        reward.check_sources(chain(train, *validation.values()))
         stop_ids = stop_token_ids(model.path, tokenizer, trust_remote_code=model.trust_remote_code)
+        order = make_order(train.facts.sizes, train.curriculum, data)
         sampler = Sampler(tokenizer, reward, make_episodes(config, tokenizer, stop_ids))
-        self.scheduler = RolloutScheduler(config, sampler, reward, train.prompts, validation, stop_ids)
+        self.scheduler = RolloutScheduler(config, sampler, reward, train, order, validation, stop_ids)
         self.found = DataFacts(
-            num_prompts=len(train.prompts),
-            num_dropped=train.num_dropped,
-            num_validation=len(validation),
-            steps_per_epoch=self.scheduler.order.batches_per_epoch,
+            num_prompts=len(train),
+            num_dropped=train.facts.num_dropped,
+            num_truncated=train.facts.num_truncated,
+            num_validation=sum(map(len, validation.values())),
+            steps_per_epoch=order.batches_per_epoch,
             stop_token_ids=stop_ids,
         )
 
@@ -128,10 +138,19 @@ class SchedulerActor:
         return await self.scheduler.evaluate()
 
     async def state_dict(self, step: int) -> dict[str, Any]:
-        return self.scheduler.state_dict(step)
+        files = {knob: [asdict(file) for file in files] for knob, files in self.files.items()}
+        return {"order": self.scheduler.state_dict(step), "files": files}
 
-    async def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.scheduler.load_state_dict(state)
+    async def load_state_dict(self, state: dict[str, Any]) -> list[str]:
+        """Returns what the user should know of, though the run can continue.
+
+        Raises:
+            CheckpointError: the training files have changed, or what decides the order of their prompts.
+        """
+        then = {knob: [DataFile(**file) for file in files] for knob, files in state["files"].items()}
+        remarks = compare_files(then, self.files)
+        self.scheduler.load_state_dict(state["order"])
+        return remarks
 
     async def ended(self) -> str:
         """Never returns; the call fails when this process dies."""

@@ -41,4 +41,5 @@ class RolloutClient:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self.rank == 0:
-            result(self.actor.load_state_dict.remote(state))
+            for remark in result(self.actor.load_state_dict.remote(state)):
+                print(remark)

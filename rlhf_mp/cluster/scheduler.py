@@ -1,18 +1,21 @@
 """Decides what is sampled when, and who trains on it. Plain asyncio: no Ray here, so tests need no cluster."""
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rlhf_mp.config.schema import RunConfig
-from rlhf_mp.data.partition import Cut, RankPlan, plan_step
-from rlhf_mp.data.prompts import Prompt, PromptOrder
-from rlhf_mp.data.types import SampleText, Share, Sums, Trajectory
+from rlhf_mp.data.order import Order
+from rlhf_mp.data.partition import Cut, Cuts, RankPlan, plan_step
+from rlhf_mp.data.prompts import Prompt
+from rlhf_mp.data.types import SampleText, Share, Sums, TokenTrace, Trajectory
+from rlhf_mp.rewards.vote import vote
 from rlhf_mp.rewards.weighted import WeightedReward
 from rlhf_mp.rollout.base import SamplingParams
 from rlhf_mp.rollout.episodes import episode_metrics
 from rlhf_mp.rollout.sampler import Sampler, response_seed
+from rlhf_mp.rollout.validation import Judged, validation_metrics
 
 
 @dataclass(frozen=True)
@@ -36,11 +39,25 @@ def validation_params(config: RunConfig, stop_token_ids: Sequence[int]) -> Sampl
 
 def cuts(config: RunConfig) -> tuple[Cut, Cut]:
     """How training and forward-only micro-batches are cut."""
-    actor = config.actor_rollout_ref.actor
+    actor, packed = config.actor_rollout_ref.actor, config.actor_rollout_ref.model.use_remove_padding
     if actor.use_dynamic_bsz:
-        return Cut(max_tokens=actor.ppo_max_token_len_per_gpu), Cut(max_tokens=actor.log_prob_max_token_len_per_gpu)
+        limits = actor.ppo_max_token_len_per_gpu, actor.log_prob_max_token_len_per_gpu
+        return tuple(Cut(max_tokens=limit, packed=packed) for limit in limits)
     train, score = actor.ppo_micro_batch_size_per_gpu, actor.log_prob_micro_batch_size_per_gpu
     return Cut(max_sequences=train), Cut(max_sequences=score)
+
+
+def critic_cuts(config: RunConfig) -> Cuts | None:
+    """The same for the critic; None where there is none."""
+    critic = config.critic
+    if not critic.enable:
+        return None
+    if config.actor_rollout_ref.actor.use_dynamic_bsz:
+        train, score = critic.ppo_max_token_len_per_gpu, critic.forward_max_token_len_per_gpu
+        packed = critic.model.use_remove_padding
+        return Cuts(Cut(max_tokens=train, packed=packed), Cut(max_tokens=score, packed=packed), critic.ppo_epochs)
+    train, score = critic.ppo_micro_batch_size_per_gpu, critic.forward_micro_batch_size_per_gpu
+    return Cuts(Cut(max_sequences=train), Cut(max_sequences=score), critic.ppo_epochs)
 
 
 class RolloutScheduler:
@@ -54,13 +71,17 @@ class RolloutScheduler:
         sampler: Sampler,
         reward: WeightedReward,
         train: Sequence[Prompt],
-        validation: Sequence[Prompt],
+        order: Order,
+        validation: Mapping[str, Sequence[Prompt]],
         stop_token_ids: Sequence[int],
     ):
-        data = config.data
+        """
+        Args:
+            order: which of ``train`` each step uses.
+            validation: the prompts of each validation file, by its name.
+        """
         self.config, self.sampler, self.reward = config, sampler, reward
-        self.train, self.validation, self.stop_token_ids = train, validation, stop_token_ids
-        self.order = PromptOrder(len(train), data.train_batch_size, data.seed, data.shuffle)
+        self.train, self.order, self.validation, self.stop_token_ids = train, order, validation, stop_token_ids
         self.version = -1  # nothing published yet
         self._published = asyncio.Condition()
         self._steps: dict[int, asyncio.Task[list[Share]]] = {}
@@ -82,23 +103,27 @@ class RolloutScheduler:
         return (await asyncio.shield(self._steps[step]))[dp_rank]
 
     async def evaluate(self) -> Evaluation:
-        """Sample the validation prompts from the live weights; pass@1 counts a reward of at least 1 as solved."""
-        own = self.config.actor_rollout_ref.rollout.val_kwargs
+        """Sample the validation prompts from the live weights."""
+        own, seed = self.config.actor_rollout_ref.rollout.val_kwargs, self.config.trainer.seed
+        prompts = [prompt for of_file in self.validation.values() for prompt in of_file]
         seeds = [
-            [response_seed(self.config.trainer.seed, -1, g, i) for i in range(own.n)]
-            for g in range(len(self.validation))
+            [response_seed(seed, -1 - file, g, i) for i in range(own.n)]
+            for file, of_file in enumerate(self.validation.values())
+            for g in range(len(of_file))
         ]
-        groups = await self.sampler.groups(self.validation, validation_params(self.config, self.stop_token_ids), seeds)
-        responses = [t for group in groups for t in group]
-        return Evaluation(
-            {
-                "accuracy": (sum(t.reward >= 1.0 for t in responses), len(responses)),
-                "reward_mean": (sum(t.reward for t in responses), len(responses)),
-                "response_length_mean": (sum(len(t.response_ids) for t in responses), len(responses)),
-                **self.reward.settle(),
-            },
-            self._texts(self.validation, groups),
-        )
+        params = validation_params(self.config, self.stop_token_ids)
+        rest = iter(await self.sampler.groups(prompts, params, seeds))
+        groups = {name: [next(rest) for _ in of_file] for name, of_file in self.validation.items()}
+        judged = {name: [[self._judged(t) for t in group] for group in of_file] for name, of_file in groups.items()}
+        samples = [
+            sample
+            for name, of_file in self.validation.items()
+            for sample in self._texts(of_file, groups[name], name, self.config.trainer.log_val_generations)
+        ]
+        return Evaluation(validation_metrics(judged) | self.reward.settle(), samples)
+
+    def _judged(self, response: Trajectory) -> Judged:
+        return Judged(response.reward, len(response.response_ids), vote(self.sampler.text(response.response_ids)))
 
     def state_dict(self, step: int) -> dict[str, Any]:
         """Where the data stands once ``step`` steps are done, whatever has been sampled ahead since."""
@@ -123,9 +148,9 @@ class RolloutScheduler:
         metrics = step_metrics(groups, step) | {"rollout/epoch": (epoch, 1)} | self.reward.settle()
         if rollout.multi_turn.enable:
             metrics |= episode_metrics([t for group in groups for t in group])
-        return self._shares([t for group in groups for t in group], metrics, self._texts(prompts, groups))
+        return self._shares(prompts, [t for group in groups for t in group], metrics)
 
-    def _shares(self, trajectories: list[Trajectory], metrics: Sums, samples: list[SampleText]) -> list[Share]:
+    def _shares(self, prompts: Sequence[Prompt], trajectories: list[Trajectory], metrics: Sums) -> list[Share]:
         actor = self.config.actor_rollout_ref.actor
         train_cut, score_cut = cuts(self.config)
         plans: list[RankPlan] = plan_step(
@@ -137,16 +162,49 @@ class RolloutScheduler:
             ppo_epochs=actor.ppo_epochs,
             train_cut=train_cut,
             score_cut=score_cut,
+            critic=critic_cuts(self.config),
         )
-        shares = [Share([trajectories[row] for row in plan.rows], plan.score_rows, plan.minibatches) for plan in plans]
-        shares[0] = Share(shares[0].trajectories, shares[0].score_rows, shares[0].minibatches, metrics, samples)
+        shares = [
+            Share([trajectories[row] for row in plan.rows], plan.score_rows, plan.minibatches, critic=plan.critic)
+            for plan in plans
+        ]
+        shares[0] = replace(shares[0], metrics=metrics, samples=self._training_texts(prompts, shares[0].trajectories))
         return shares
 
-    def _texts(self, prompts: Sequence[Prompt], groups: Sequence[Sequence[Trajectory]]) -> list[SampleText]:
-        shown = list(zip(prompts, groups, strict=True))[: self.config.trainer.log_samples]
+    def _training_texts(self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) -> list[SampleText]:
+        """Some of what rank 0 trains on, with its rows: rank 0 adds what training makes of it."""
+        rows: dict[int, list[int]] = {}
+        for row, t in enumerate(trajectories):
+            rows.setdefault(t.group_id, []).append(row)
+        shown = dict(list(rows.items())[: self.config.trainer.log_samples])
+        texts = self._texts(
+            [prompts[group] for group in shown],
+            [[trajectories[row] for row in of_group] for of_group in shown.values()],
+            "training",
+            len(shown),
+        )
+        in_order = [row for of_group in shown.values() for row in of_group]
+        return [replace(text, row=row) for text, row in zip(texts, in_order, strict=True)]
+
+    def _texts(
+        self, prompts: Sequence[Prompt], groups: Sequence[Sequence[Trajectory]], source: str, num_shown: int
+    ) -> list[SampleText]:
+        """All responses to the first prompts; the first response to each of fewer is for the log too."""
+        num_logged = self.config.trainer.log_samples
         return [
-            SampleText(prompt.text, self.sampler.text(group[0].response_ids), group[0].reward, prompt.answer)
-            for prompt, group in shown
+            SampleText(
+                prompt.text,
+                self.sampler.text(t.response_ids),
+                t.reward,
+                prompt.answer,
+                source,
+                in_log=g < num_logged and i == 0,
+                trace=TokenTrace(t.response_ids, t.response_logprobs, t.loss_mask, t.finish_reason),
+            )
+            for g, (prompt, group) in enumerate(zip(prompts, groups, strict=True))
+            if g < max(num_logged, num_shown)
+            for i, t in enumerate(group)
+            if g < num_shown or i == 0
         ]
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from rlhf_mp import checkpoint
 from rlhf_mp.config.schema import RunConfig
@@ -29,7 +30,7 @@ def checkpoint_problems(config: RunConfig) -> Iterator[Problem]:
             yield Problem(key, found, "there is no such folder", fix)
             return
     try:
-        identity = checkpoint.model_identity(model)
+        identity, facts = checkpoint.model_identity(model), trained_facts(config)
     except (OSError, ValueError):  # model_folder.py says so
         return
     damaged = []
@@ -39,8 +40,20 @@ def checkpoint_problems(config: RunConfig) -> Iterator[Problem]:
         except CheckpointError as error:
             damaged.append(str(error))
             continue
-        for reason in checkpoint.misfits(state, identity, trainer.num_ranks):
+        for reason in checkpoint.misfits(state, identity, trainer.num_ranks, facts):
             yield Problem(key, found, f"{folder} {reason}", fix)
         return
     if damaged:
         yield Problem(key, found, f"no undamaged checkpoint: {'; '.join(damaged)}", fix)
+
+
+def trained_facts(config: RunConfig) -> dict[str, Any]:
+    """What a checkpoint of this run can be continued with: each model's backend, and the critic's shapes.
+
+    Raises:
+        OSError, ValueError: the critic's config.json cannot be read.
+    """
+    facts: dict[str, Any] = {f"{trained.key}.strategy": trained.updates.strategy for trained in config.trained}
+    if config.critic.enable:
+        facts["critic.model"] = checkpoint.model_identity(Path(config.critic.model.path))
+    return facts

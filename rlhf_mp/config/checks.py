@@ -2,13 +2,12 @@
 
 from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
-from dataclasses import asdict
 from importlib.util import find_spec
 
-from rlhf_mp.config import megatron_checks
+from rlhf_mp.config import backend_checks, critic_checks, data_checks
 from rlhf_mp.config.multi_turn_checks import multi_turn_problems
 from rlhf_mp.config.reward_checks import reward_problems, written_reward_problems
-from rlhf_mp.config.schema import ActorConfig, DeepSpeedConfig, RunConfig
+from rlhf_mp.config.schema import ActorConfig, RunConfig
 from rlhf_mp.errors import Problem
 
 ACTOR, ROLLOUT, SYNC = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.weight_sync"
@@ -21,8 +20,10 @@ def written_problems(config: RunConfig, given: AbstractSet[str]) -> Iterator[Pro
         config: before knobs that follow from others are filled in.
         given: the keys written in a file or override.
     """
-    yield from _written_actor_problems(config, given)
-    yield from megatron_checks.written_problems(config)
+    yield from _written_actor_problems(config)
+    yield from critic_checks.written_problems(config)
+    yield from backend_checks.written_problems(config, given)
+    yield from data_checks.written_problems(config)
     yield from written_reward_problems(config.reward)
     trainer = config.trainer
     if config.data.system_prompt and not config.data.apply_chat_template:
@@ -41,24 +42,8 @@ def written_problems(config: RunConfig, given: AbstractSet[str]) -> Iterator[Pro
         )
 
 
-def _written_actor_problems(config: RunConfig, given: AbstractSet[str]) -> Iterator[Problem]:
+def _written_actor_problems(config: RunConfig) -> Iterator[Problem]:
     actor = config.actor_rollout_ref.actor
-    reshard, stage = f"{ACTOR}.fsdp_config.reshard_after_forward", f"{ACTOR}.deepspeed.zero_stage"
-    if {reshard, stage} <= given and actor.fsdp_config.reshard_after_forward != (actor.deepspeed.zero_stage == 3):
-        yield Problem(
-            stage,
-            actor.deepspeed.zero_stage,
-            f"{reshard}={_yaml(actor.fsdp_config.reshard_after_forward)} says otherwise: true is ZeRO-3, false ZeRO-2",
-            "keep only one of the two",
-        )
-    unchanged = (DeepSpeedConfig(), DeepSpeedConfig(zero_stage=3))  # 3 is what an unset stage becomes
-    if actor.strategy != "deepspeed" and actor.deepspeed not in unchanged:
-        yield Problem(
-            f"{ACTOR}.deepspeed",
-            asdict(actor.deepspeed),
-            f"no effect with {ACTOR}.strategy={actor.strategy}",
-            f"remove the section, or {ACTOR}.strategy=deepspeed",
-        )
     if actor.kl_loss_coef not in (0, ActorConfig().kl_loss_coef) and not actor.use_kl_loss:
         yield Problem(
             f"{ACTOR}.kl_loss_coef",
@@ -73,8 +58,11 @@ def cross_problems(config: RunConfig) -> Iterator[Problem]:
     yield from _batch_problems(config)
     yield from _length_problems(config)
     yield from _actor_problems(config)
+    yield from backend_checks.backend_problems(config)
+    yield from critic_checks.critic_problems(config)
     yield from _engine_problems(config)
     yield from _trainer_problems(config)
+    yield from data_checks.data_problems(config)
     yield from reward_problems(config)
     yield from multi_turn_problems(config)
 
@@ -137,25 +125,6 @@ def _length_problems(config: RunConfig) -> Iterator[Problem]:
 
 def _actor_problems(config: RunConfig) -> Iterator[Problem]:
     actor, ref = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref
-    if actor.strategy == "torch":
-        yield from _torch_problems(config)
-    elif actor.strategy == "megatron":
-        yield from megatron_checks.megatron_problems(config)
-    elif actor.fsdp_config.param_offload and actor.deepspeed.zero_stage != 3:
-        yield Problem(
-            f"{ACTOR}.fsdp_config.param_offload",
-            True,
-            "only ZeRO-3 keeps parameters in host memory, and "
-            f"{ACTOR}.deepspeed.zero_stage = {actor.deepspeed.zero_stage}",
-            f"{ACTOR}.deepspeed.zero_stage=3, or {ACTOR}.fsdp_config.param_offload=false",
-        )
-    elif actor.fsdp_config.optimizer_offload and actor.deepspeed.zero_stage == 0:
-        yield Problem(
-            f"{ACTOR}.fsdp_config.optimizer_offload",
-            True,
-            "ZeRO-0 keeps the whole optimizer on every rank's device",
-            f"{ACTOR}.deepspeed.zero_stage=2",
-        )
     if ref.fsdp_config.optimizer_offload:
         yield Problem(
             "actor_rollout_ref.ref.fsdp_config.optimizer_offload",
@@ -170,41 +139,6 @@ def _actor_problems(config: RunConfig) -> Iterator[Problem]:
             "a reference model would be held and run for a loss term of weight 0",
             f"{ACTOR}.kl_loss_coef=0.001, or {ACTOR}.use_kl_loss=false",
         )
-    if len(actor.optim.betas) != 2 or max(actor.optim.betas) >= 1:
-        yield Problem(
-            f"{ACTOR}.optim.betas",
-            actor.optim.betas,
-            "AdamW has two decay rates, each from 0 to below 1",
-            f"{ACTOR}.optim.betas=[0.9,0.999]",
-        )
-    if actor.optim.lr_scheduler_type == "constant" and actor.optim.min_lr_ratio > 0:
-        yield Problem(
-            f"{ACTOR}.optim.min_lr_ratio",
-            actor.optim.min_lr_ratio,
-            f"no effect with {ACTOR}.optim.lr_scheduler_type=constant",
-            f"{ACTOR}.optim.lr_scheduler_type=cosine, or {ACTOR}.optim.min_lr_ratio=0",
-        )
-
-
-def _torch_problems(config: RunConfig) -> Iterator[Problem]:
-    """What the one-process backend cannot do."""
-    policy, ranks = config.actor_rollout_ref, config.trainer.num_ranks
-    if ranks != 1:
-        yield Problem(
-            f"{ACTOR}.strategy",
-            "torch",
-            f"it is one process, and trainer.nnodes * trainer.n_gpus_per_node = {ranks}",
-            f"{ACTOR}.strategy=deepspeed, or trainer.nnodes=1 trainer.n_gpus_per_node=1",
-        )
-    for where, offload in ((ACTOR, policy.actor.fsdp_config), ("actor_rollout_ref.ref", policy.ref.fsdp_config)):
-        for name in ("param_offload", "optimizer_offload"):
-            if getattr(offload, name):
-                yield Problem(
-                    f"{where}.fsdp_config.{name}",
-                    True,
-                    f"no effect with {ACTOR}.strategy=torch",
-                    f"{where}.fsdp_config.{name}=false, or {ACTOR}.strategy=deepspeed",
-                )
 
 
 def _engine_problems(config: RunConfig) -> Iterator[Problem]:
@@ -285,7 +219,3 @@ def _trainer_problems(config: RunConfig) -> Iterator[Problem]:
 
 def _largest_divisor(number: int, at_most: int) -> int:
     return next(d for d in range(min(at_most, number), 0, -1) if number % d == 0)
-
-
-def _yaml(value: bool) -> str:
-    return str(value).lower()

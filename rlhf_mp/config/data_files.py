@@ -1,14 +1,18 @@
-"""Do the files with prompts exist, parse and have the columns? JSON is read whole; of binary formats the schema."""
+"""Do the files with prompts exist, parse and have the columns? Of JSON the beginning is read; of binary formats the
+schema. The rest is checked, line by line too, when the prompts are tokenised.
+"""
 
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
+from typing import BinaryIO
 
 from rlhf_mp.config.schema import DataConfig
 from rlhf_mp.errors import Absent, Problem
 
+PARSED_BYTES = 32_000_000  # of each JSON file before anything starts: under a second
 MAX_PROBLEMS_PER_FILE = 3  # a file broken on one line is often broken on all
 
 
@@ -81,6 +85,8 @@ def _jsonl(path: Path, data: DataConfig) -> Contents:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
+            if file.tell() > PARSED_BYTES:
+                return Contents(rows + 1 + _count_lines(file), problems)
             where = f"{path}:{number}"
             row, problem = _parse(line, where)
             if problem is None:
@@ -95,6 +101,21 @@ def _jsonl(path: Path, data: DataConfig) -> Contents:
                 if len(problems) == MAX_PROBLEMS_PER_FILE:
                     break
     return Contents(rows, problems)
+
+
+def _count_lines(file: BinaryIO) -> int:
+    """Of what is left; a blank line counts too."""
+    return sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(1 << 20), b""))
+
+
+def wanted_columns(data: DataConfig) -> dict[str, str]:
+    """The columns that rows must have, by the knob that names them."""
+    wanted = {"prompt_key": data.prompt_key, "answer_key": data.answer_key}
+    if data.curriculum_key is not None:
+        wanted["curriculum_key"] = data.curriculum_key
+    if data.reward_fn_key:
+        wanted["reward_fn_key"] = data.reward_fn_key
+    return wanted
 
 
 def _parse(line: bytes, where: str) -> tuple[dict, Problem | None]:
@@ -160,14 +181,8 @@ def _saved_dataset(path: Path, data: DataConfig) -> Contents:
     return _table(path, columns, rows, data)
 
 
-def wanted_columns(data: DataConfig) -> dict[str, str]:
-    """The columns that every row must have, by the knob that names each."""
-    named = {"prompt_key": data.prompt_key, "answer_key": data.answer_key, "reward_fn_key": data.reward_fn_key}
-    return {knob: column for knob, column in named.items() if column}
-
-
-def _table(path: Path, names: list[str], rows: int, data: DataConfig) -> Contents:
-    return Contents(rows, list(_absent_columns(wanted_columns(data), names, str(path))) if rows else [])
+def _table(path: Path, columns: list[str], rows: int, data: DataConfig) -> Contents:
+    return Contents(rows, list(_absent_columns(wanted_columns(data), columns, str(path))) if rows else [])
 
 
 def _absent_columns(wanted: dict[str, str], columns: Iterable[str], where: str) -> Iterator[Problem]:

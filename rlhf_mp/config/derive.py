@@ -1,14 +1,16 @@
 """Knobs that follow from others. After loading none of these is unset."""
 
+from dataclasses import replace
 from pathlib import Path
 
-from rlhf_mp.config.schema import ActorConfig, RolloutConfig, RunConfig
+from rlhf_mp.config.schema import ActorConfig, MegatronConfig, RolloutConfig, RunConfig, TrainedConfig
 
 
 def derive(config: RunConfig) -> None:
     """Fill in, in place, every knob documented as "unset: ..." whose value other knobs decide."""
     policy, trainer = config.actor_rollout_ref, config.trainer
     _derive_actor(policy.actor)
+    _derive_critic(config)
     _derive_rollout(policy.rollout, config)
     sync = policy.weight_sync
     if sync.transport is None:
@@ -18,6 +20,8 @@ def derive(config: RunConfig) -> None:
         sync.canary_tolerance = 1e-4 if exact else 0.05
     if trainer.default_local_dir is None:
         trainer.default_local_dir = str(Path("runs") / trainer.project_name / trainer.experiment_name)
+    if config.data.cache_dir is None:
+        config.data.cache_dir = str(Path(trainer.default_local_dir) / "prompts")
 
 
 def _derive_actor(actor: ActorConfig) -> None:
@@ -29,11 +33,43 @@ def _derive_actor(actor: ActorConfig) -> None:
         actor.log_prob_max_token_len_per_gpu = actor.ppo_max_token_len_per_gpu
     if actor.log_prob_micro_batch_size_per_gpu is None:
         actor.log_prob_micro_batch_size_per_gpu = actor.ppo_micro_batch_size_per_gpu
-    if actor.deepspeed.zero_stage is None:
-        actor.deepspeed.zero_stage = 3 if actor.fsdp_config.reshard_after_forward else 2
-    actor.fsdp_config.reshard_after_forward = actor.deepspeed.zero_stage == 3
-    if actor.megatron.sequence_parallel is None:
-        actor.megatron.sequence_parallel = actor.megatron.tensor_model_parallel_size > 1
+    _derive_trained(actor)
+
+
+def _derive_trained(trained: TrainedConfig) -> None:
+    if trained.deepspeed.zero_stage is None:
+        trained.deepspeed.zero_stage = 3 if trained.fsdp_config.reshard_after_forward else 2
+    trained.fsdp_config.reshard_after_forward = trained.deepspeed.zero_stage == 3
+    if trained.megatron.sequence_parallel is None:
+        trained.megatron.sequence_parallel = trained.megatron.tensor_model_parallel_size > 1
+
+
+def needs_critic(config: RunConfig) -> bool:
+    """Does the advantage estimator ask for values?"""
+    return config.algorithm.adv_estimator == "gae"
+
+
+def has_critic(config: RunConfig) -> bool:
+    return needs_critic(config) if config.critic.enable is None else config.critic.enable
+
+
+def _derive_critic(config: RunConfig) -> None:
+    policy, critic = config.actor_rollout_ref, config.critic
+    critic.enable = has_critic(config)
+    for own, others, names in (
+        (critic, policy.actor, ("strategy", "ppo_epochs", "ppo_max_token_len_per_gpu", "ppo_micro_batch_size_per_gpu")),
+        (critic.model, policy.model, ("path", "dtype", "enable_gradient_checkpointing", "use_remove_padding")),
+    ):
+        for name in names:
+            if getattr(own, name) is None:
+                setattr(own, name, getattr(others, name))
+    if critic.forward_max_token_len_per_gpu is None:
+        critic.forward_max_token_len_per_gpu = critic.ppo_max_token_len_per_gpu
+    if critic.forward_micro_batch_size_per_gpu is None:
+        critic.forward_micro_batch_size_per_gpu = critic.ppo_micro_batch_size_per_gpu
+    if critic.strategy == "megatron" and critic.megatron == MegatronConfig():
+        critic.megatron = replace(policy.actor.megatron)  # all Megatron models of a job are spread alike
+    _derive_trained(critic)
 
 
 def _derive_rollout(rollout: RolloutConfig, config: RunConfig) -> None:

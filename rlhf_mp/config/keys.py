@@ -11,6 +11,8 @@ from rlhf_mp.config.schema import RunConfig
 ALIASES = {
     "actor_rollout_ref.actor.learning_rate": "actor_rollout_ref.actor.optim.lr",
     "actor_rollout_ref.model.fsdp_config": "actor_rollout_ref.actor.fsdp_config",
+    "critic.learning_rate": "critic.optim.lr",
+    "critic.model.fsdp_config": "critic.fsdp_config",
 }
 """Spellings accepted in a file or override. Loading folds them into the canonical place; nothing later knows them."""
 
@@ -27,7 +29,6 @@ FAMILIAR = {
 """Last names of keys in other trainers whose spelling would not lead to ours."""
 
 ABSENT = {
-    "critic": ("advantages come from comparing a group's responses; there is no critic", "remove the section"),
     "reward_model": ("rewards are functions of the text; there is no reward model", "remove it and set reward.name"),
     "algorithm.gamma": ("a response has one reward, at its end; nothing is discounted", "remove it"),
     "algorithm.lam": ("it belongs to a critic, and there is none", "remove it"),
@@ -39,14 +40,11 @@ ABSENT = {
         "the divergence from the reference model is a loss term with a fixed weight",
         "actor_rollout_ref.actor.use_kl_loss=true actor_rollout_ref.actor.kl_loss_coef=0.001",
     ),
-    "trainer.critic_warmup": ("there is no critic", "remove it"),
+    "critic.ppo_mini_batch_size": ("the critic is stepped with the actor's mini-batches", "remove it"),
+    "critic.use_dynamic_bsz": ("micro-batches are cut as the actor's are", "actor_rollout_ref.actor.use_dynamic_bsz"),
     "actor_rollout_ref.rollout.free_cache_engine": ("engines free their KV cache whenever training runs", "remove it"),
     "actor_rollout_ref.rollout.mode": ("engines are always servers", "remove it"),
     "actor_rollout_ref.rollout.load_format": ("engines start from actor_rollout_ref.model.path", "remove it"),
-    "data.truncation": (
-        "prompts are never cut",
-        "data.filter_overlong_prompts=true drops too long ones, false makes them an error",
-    ),
 }
 """Keys (or sections) of configs people bring along that have nothing to act on here: (why, what to do instead)."""
 

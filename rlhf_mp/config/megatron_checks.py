@@ -1,72 +1,70 @@
 """Rules of the Megatron backend: layouts that cannot be, and knobs that mean nothing with it or without it."""
 
 from collections.abc import Iterator
-from dataclasses import asdict
 from importlib.util import find_spec
 from math import gcd
 from typing import Any
 
-from rlhf_mp.config.schema import MegatronConfig, RunConfig
+from rlhf_mp.config.schema import MegatronConfig, TrainedModel
 from rlhf_mp.errors import Problem
 
-ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
-KEY = f"{ACTOR}.megatron"
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 
 
-def written_problems(config: RunConfig) -> Iterator[Problem]:
+def written_problems(trained: TrainedModel) -> Iterator[Problem]:
     """Knobs without effect, before those that follow from others are filled in."""
-    actor, megatron = config.actor_rollout_ref.actor, config.actor_rollout_ref.actor.megatron
-    if actor.strategy != "megatron":
-        unchanged = (MegatronConfig(), MegatronConfig(sequence_parallel=False))  # False is what an unset one becomes
-        if megatron not in unchanged:
-            yield Problem(
-                KEY,
-                asdict(megatron),
-                f"no effect with {ACTOR}.strategy={actor.strategy}",
-                f"{ACTOR}.strategy=megatron, or remove the section",
-            )
-        return
-    checkpointing = config.actor_rollout_ref.model.enable_gradient_checkpointing
-    if megatron.recompute != MegatronConfig().recompute and not checkpointing:
+    megatron, key = trained.updates.megatron, f"{trained.key}.megatron"
+    if megatron.recompute != MegatronConfig().recompute and trained.model.enable_gradient_checkpointing is False:
         yield Problem(
-            f"{KEY}.recompute",
+            f"{key}.recompute",
             megatron.recompute,
-            f"no effect with {MODEL}.enable_gradient_checkpointing=false",
-            f"{MODEL}.enable_gradient_checkpointing=true",
+            f"no effect with {trained.model_key}.enable_gradient_checkpointing=false",
+            f"{trained.model_key}.enable_gradient_checkpointing=true",
         )
     if megatron.sequence_parallel and megatron.tensor_model_parallel_size == 1:
         yield Problem(
-            f"{KEY}.sequence_parallel",
+            f"{key}.sequence_parallel",
             True,
-            f"no effect with {KEY}.tensor_model_parallel_size=1",
-            f"{KEY}.sequence_parallel=null",
+            f"no effect with {key}.tensor_model_parallel_size=1",
+            f"{key}.sequence_parallel=null",
         )
 
 
-def megatron_problems(config: RunConfig) -> Iterator[Problem]:
+def megatron_problems(trained: TrainedModel, ranks: int) -> Iterator[Problem]:
     """What Megatron cannot do, whatever the model."""
-    megatron = config.actor_rollout_ref.actor.megatron
-    yield from _layout_problems(config)
-    yield from _offload_problems(config)
+    megatron, key = trained.updates.megatron, f"{trained.key}.megatron"
+    yield from _layout_problems(key, megatron, ranks)
+    if trained.model.enable_activation_offload:
+        yield Problem(
+            f"{trained.model_key}.enable_activation_offload",
+            True,
+            f"no effect with {trained.key}.strategy=megatron",
+            f"{trained.model_key}.enable_gradient_checkpointing=true in its place, or {trained.key}.strategy=deepspeed",
+        )
+    if trained.model.use_remove_padding and megatron.context_parallel_size > 1:
+        yield Problem(
+            f"{trained.model_key}.use_remove_padding",
+            True,
+            f"ranks cannot share packed sequences ({key}.context_parallel_size={megatron.context_parallel_size})",
+            f"{trained.model_key}.use_remove_padding=false, or {key}.context_parallel_size=1",
+        )
     if missing := [name for name in ("megatron", "mbridge") if find_spec(name) is None]:
-        fix = f"pip install megatron-core mbridge, or {ACTOR}.strategy=deepspeed"
-        yield Problem(f"{ACTOR}.strategy", "megatron", f"not installed: {', '.join(missing)}", fix)
+        fix = f"pip install megatron-core mbridge, or {trained.key}.strategy=deepspeed"
+        yield Problem(f"{trained.key}.strategy", "megatron", f"not installed: {', '.join(missing)}", fix)
     if megatron.transformer_impl == "te" and find_spec("transformer_engine") is None:
         yield Problem(
-            f"{KEY}.transformer_impl",
+            f"{key}.transformer_impl",
             "te",
             "Transformer Engine is not installed",
-            f"pip install transformer-engine[pytorch], or {KEY}.transformer_impl=auto",
+            f"pip install transformer-engine[pytorch], or {key}.transformer_impl=auto",
         )
 
 
-def _layout_problems(config: RunConfig) -> Iterator[Problem]:
-    megatron, ranks = config.actor_rollout_ref.actor.megatron, config.trainer.num_ranks
+def _layout_problems(key: str, megatron: MegatronConfig, ranks: int) -> Iterator[Problem]:
     copies = megatron.model_parallel_size
     if ranks % copies:
         yield Problem(
-            KEY,
+            key,
             _sizes(megatron),
             f"a copy of the model takes {copies} ranks, and trainer.nnodes * trainer.n_gpus_per_node = {ranks} "
             "is no multiple of it",
@@ -74,18 +72,29 @@ def _layout_problems(config: RunConfig) -> Iterator[Problem]:
         )
     if megatron.virtual_pipeline_model_parallel_size is not None and megatron.pipeline_model_parallel_size == 1:
         yield Problem(
-            f"{KEY}.virtual_pipeline_model_parallel_size",
+            f"{key}.virtual_pipeline_model_parallel_size",
             megatron.virtual_pipeline_model_parallel_size,
-            f"there is nothing to interleave with {KEY}.pipeline_model_parallel_size=1",
-            f"{KEY}.virtual_pipeline_model_parallel_size=null",
+            f"there is nothing to interleave with {key}.pipeline_model_parallel_size=1",
+            f"{key}.virtual_pipeline_model_parallel_size=null",
         )
-    if megatron.packed and megatron.context_parallel_size > 1:
-        yield Problem(
-            f"{KEY}.packed",
-            True,
-            f"ranks cannot share packed sequences ({KEY}.context_parallel_size={megatron.context_parallel_size})",
-            f"{KEY}.packed=false, or {KEY}.context_parallel_size=1",
-        )
+
+
+def unlike_problems(actor: MegatronConfig, critic: MegatronConfig) -> Iterator[Problem]:
+    """Process groups are formed once, so all Megatron models of a job are spread over the ranks alike."""
+    for name in LAYOUT:
+        if getattr(critic, name) != getattr(actor, name):
+            yield Problem(
+                f"critic.megatron.{name}",
+                getattr(critic, name),
+                f"actor_rollout_ref.actor.megatron.{name} = {getattr(actor, name)}, "
+                "and Megatron spreads all models of a job alike",
+                f"critic.megatron.{name}={getattr(actor, name)}, or leave out the section",
+            )
+
+
+LAYOUT = tuple(
+    f"{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "virtual_pipeline_model", "context")
+)
 
 
 def _sizes(megatron: MegatronConfig) -> str:
@@ -95,54 +104,34 @@ def _sizes(megatron: MegatronConfig) -> str:
     )
 
 
-def _offload_problems(config: RunConfig) -> Iterator[Problem]:
-    policy = config.actor_rollout_ref
-    for where, offload in ((ACTOR, policy.actor.fsdp_config), ("actor_rollout_ref.ref", policy.ref.fsdp_config)):
-        for name in ("param_offload", "optimizer_offload"):
-            if getattr(offload, name):
-                yield Problem(
-                    f"{where}.fsdp_config.{name}",
-                    True,
-                    f"no effect with {ACTOR}.strategy=megatron, which shares the model among GPUs instead",
-                    f"{where}.fsdp_config.{name}=false, or {ACTOR}.strategy=deepspeed",
-                )
-    if policy.model.enable_activation_offload:
-        yield Problem(
-            f"{MODEL}.enable_activation_offload",
-            True,
-            f"no effect with {ACTOR}.strategy=megatron",
-            f"{MODEL}.enable_gradient_checkpointing=true in its place, or {ACTOR}.strategy=deepspeed",
-        )
-
-
-def shape_problems(config: RunConfig, path: str, model: dict[str, Any]) -> Iterator[Problem]:
+def shape_problems(trained: TrainedModel, path: str, model: dict[str, Any]) -> Iterator[Problem]:
     """What keeps one model from one layout.
 
     Args:
         model: the checkpoint's config.json, at ``path``.
     """
-    megatron = config.actor_rollout_ref.actor.megatron
+    megatron, key = trained.updates.megatron, f"{trained.key}.megatron"
     kind = model.get("model_type")
     if kind not in ARCHITECTURES:
-        known, other = ", ".join(ARCHITECTURES), f"{ACTOR}.strategy=deepspeed, or another model"
-        yield Problem(f"{MODEL}.path", path, f"Megatron trains {known}; this is of type {kind}", other)
+        known, other = ", ".join(ARCHITECTURES), f"{trained.key}.strategy=deepspeed, or another model"
+        yield Problem(f"{trained.model_key}.path", path, f"Megatron trains {known}; this is of type {kind}", other)
         return
     tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
     heads = model["num_attention_heads"]
     for name, count in (("attention heads", heads), ("key-value heads", model.get("num_key_value_heads", heads))):
         if count % tp:
             yield Problem(
-                f"{KEY}.tensor_model_parallel_size",
+                f"{key}.tensor_model_parallel_size",
                 tp,
                 f"does not divide the model's {count} {name}",
-                f"{KEY}.tensor_model_parallel_size={gcd(count, tp)}",
+                f"{key}.tensor_model_parallel_size={gcd(count, tp)}",
             )
     stages = pp * (megatron.virtual_pipeline_model_parallel_size or 1)
     layers = model["num_hidden_layers"]
     if layers % stages:
         yield Problem(
-            f"{KEY}.pipeline_model_parallel_size",
+            f"{key}.pipeline_model_parallel_size",
             pp,
             f"the model's {layers} layers do not spread evenly over {stages} stages",
-            f"{KEY}.pipeline_model_parallel_size={gcd(layers, pp)} {KEY}.virtual_pipeline_model_parallel_size=null",
+            f"{key}.pipeline_model_parallel_size={gcd(layers, pp)} {key}.virtual_pipeline_model_parallel_size=null",
         )

@@ -90,8 +90,9 @@ def _shape_problems(path: Path, config: RunConfig) -> Iterator[Problem]:
     except ValueError as error:
         yield Problem(str(path), "unreadable", f"not JSON: {error}", "correct or download it again")
         return
-    if config.actor_rollout_ref.actor.strategy == "megatron":
-        yield from megatron_checks.shape_problems(config, str(path.parent), model)
+    actor = config.trained[0]
+    if actor.updates.strategy == "megatron":
+        yield from megatron_checks.shape_problems(actor, str(path.parent), model)
     rollout = config.actor_rollout_ref.rollout
     length, tp = rollout.max_model_len, rollout.tensor_model_parallel_size
     if "max_position_embeddings" in model and length > model["max_position_embeddings"]:

@@ -73,7 +73,7 @@ class MathTerm(Term):
 
     timeout_s: float = knob(5.0, "seconds for one response", gt=0)
     num_workers: int = knob(1, "processes that compare", ge=1)
-    memory_mb: int = knob(4096, "address space of each (MB)", ge=1)
+    memory_mb: int = knob(4096, "address space of each beyond what it starts with (MB)", ge=1)
 
 
 @dataclass
@@ -83,7 +83,7 @@ class FunctionTerm(Term):
     args: dict[str, Any] = knob({}, "passed on to the function by name")
     timeout_s: float = knob(30.0, "seconds for one group of responses", gt=0)
     num_workers: int = knob(1, "processes that run it", ge=1)
-    memory_mb: int = knob(8192, "address space of each (MB)", ge=1)
+    memory_mb: int = knob(8192, "address space of each beyond what it starts with (MB)", ge=1)
 
 
 @dataclass

@@ -18,7 +18,10 @@ class DataConfig:
     """Where prompts come from and how they are batched."""
 
     train_files: list[str] = knob([], "file or list of files: .jsonl, .parquet, or a Hugging Face dataset folder")
-    val_files: list[str] = knob([], "held-out prompts, in the same formats; empty: no validation")
+    train_weights: list[float] = knob(
+        [], "prompts from each entry of train_files, in proportion, e.g. [3,1]; empty: all rows alike", gt=0
+    )
+    val_files: list[str] = knob([], "held-out prompts, each file reported by itself too; empty: no validation")
     prompt_key: str = knob("prompt", "column with the prompt: a text, or a list of chat messages")
     answer_key: str = knob("answer", "column with the reference answer, handed to the reward")
     reward_fn_key: str = knob("", "column that says where a row is from, see reward.terms.*.sources; empty: none")
@@ -27,10 +30,18 @@ class DataConfig:
     train_batch_size: int = knob(1024, "prompts per step", ge=1)
     max_prompt_length: int = knob(512, "tokens; longer prompts are dropped and counted", ge=1)
     max_response_length: int = knob(512, "tokens sampled at most", ge=1)
-    filter_overlong_prompts: bool = knob(True, "drop too long prompts; false: they are an error")
+    filter_overlong_prompts: bool = knob(True, "drop too long prompts; false: see truncation")
+    truncation: Literal["error", "left", "right", "middle"] = knob(
+        "error", "too long prompts, if not dropped, are refused, or lose their beginning, end or middle"
+    )
     shuffle: bool = knob(True, "a new order each epoch, from data.seed")
     seed: int = knob(1, "order of prompts", ge=0)
-    val_max_samples: int = knob(-1, "use only the first so many validation rows; -1: all", ge=-1)
+    curriculum_key: str | None = knob(None, "column with a number: every epoch goes through the prompts by it")
+    curriculum_order: Literal["ascending", "descending"] = knob("ascending", "small numbers first, or large ones")
+    val_max_samples: int = knob(-1, "use only the first so many rows of each validation file; -1: all", ge=-1)
+    cache_dir: str | None = knob(
+        None, "tokenised prompts are kept here for the next start; unset: prompts/ in the run directory"
+    )
 
 
 @dataclass
@@ -51,6 +62,12 @@ class ModelConfig:
     dtype: Literal["float32", "bfloat16"] = knob("bfloat16", "of weights and activations; the optimizer keeps float32")
     enable_gradient_checkpointing: bool = knob(True, "recompute activations in the backward pass")
     enable_activation_offload: bool = knob(False, "keep saved activations in host memory")
+    use_remove_padding: bool = knob(
+        False, "micro-batches of sequences one after the other, instead of padded to the longest of them"
+    )
+    logits_chunk_mb: int = knob(
+        512, "MB (10^6 bytes) of float32 logits that exist at once on a rank; 0: those of a whole micro-batch", ge=0
+    )
     trust_remote_code: bool = knob(False, "run code that comes with the checkpoint")
 
 
@@ -94,7 +111,6 @@ class MegatronConfig:
     recompute: Literal["full", "selective"] = knob(
         "full", "what enable_gradient_checkpointing recomputes: whole layers, or attention alone"
     )
-    packed: bool = knob(False, "sequences one after the other instead of padded to the longest of a micro-batch")
     transformer_impl: Literal["auto", "local", "te"] = knob(
         "auto", "layers: torch's (local) or Transformer Engine's (te); auto: te on a GPU where it is installed"
     )
@@ -106,16 +122,32 @@ class MegatronConfig:
 
 
 @dataclass
-class ActorConfig:
-    """The policy's updates."""
+class TrainedConfig:
+    """How one trained model is held and stepped, whatever it is trained for."""
 
     strategy: Literal["deepspeed", "megatron", "torch"] = knob(
         "deepspeed", "training backend; torch: one process, the reference implementation"
     )
+    grad_clip: float = knob(1.0, "global gradient norm; 0: no clipping", ge=0)
+    optim: OptimConfig = section(OptimConfig)
+    fsdp_config: OffloadConfig = section(OffloadConfig)
+    deepspeed: DeepSpeedConfig = section(DeepSpeedConfig)
+    megatron: MegatronConfig = section(MegatronConfig)
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that get the same data, as parts of one model."""
+        return self.megatron.model_parallel_size if self.strategy == "megatron" else 1
+
+
+@dataclass
+class ActorConfig(TrainedConfig):
+    """The policy's updates."""
+
     ppo_mini_batch_size: int = knob(256, "prompts per optimizer step", ge=1)
     ppo_epochs: int = knob(1, "passes over each step's samples", ge=1)
     use_dynamic_bsz: bool = knob(True, "cut micro-batches by tokens instead of by sequences")
-    ppo_max_token_len_per_gpu: int = knob(16384, "padded tokens per training micro-batch (use_dynamic_bsz)", ge=1)
+    ppo_max_token_len_per_gpu: int = knob(16384, "tokens and padding per training micro-batch (use_dynamic_bsz)", ge=1)
     ppo_micro_batch_size_per_gpu: int = knob(8, "sequences per training micro-batch (not use_dynamic_bsz)", ge=1)
     log_prob_max_token_len_per_gpu: int | None = knob(None, "the same for forward-only passes; unset: ppo_...", ge=1)
     log_prob_micro_batch_size_per_gpu: int | None = knob(None, "the same for forward-only passes; unset: ppo_...", ge=1)
@@ -130,11 +162,6 @@ class ActorConfig:
     use_kl_loss: bool = knob(False, "keep close to the reference model by a loss term")
     kl_loss_coef: float = knob(0.001, "weight of that term", ge=0)
     kl_loss_type: Literal["k1", "k2", "k3"] = knob("k3", "registered estimator of the divergence")
-    grad_clip: float = knob(1.0, "global gradient norm; 0: no clipping", ge=0)
-    optim: OptimConfig = section(OptimConfig)
-    fsdp_config: OffloadConfig = section(OffloadConfig)
-    deepspeed: DeepSpeedConfig = section(DeepSpeedConfig)
-    megatron: MegatronConfig = section(MegatronConfig)
 
 
 @dataclass
@@ -190,7 +217,7 @@ class WeightSyncConfig:
         "tensor: CUDA IPC or shared memory, same host; distributed: NCCL or gloo; disk: safetensors; "
         "unset: tensor on one machine, distributed on several",
     )
-    bucket_mb: int = knob(256, "MB (10^6 bytes) moved at once", ge=1)
+    bucket_mb: int = knob(256, "MB (10^6 bytes) of two buffers: one is filled while the other is sent", ge=1)
     canary_tolerance: float | None = knob(
         None, "largest mean difference of canary log-probs; unset: 1e-4 in float32, 0.05 in bfloat16", gt=0
     )
@@ -206,6 +233,40 @@ class ActorRolloutRefConfig:
     ref: RefConfig = section(RefConfig)
     rollout: RolloutConfig = section(RolloutConfig)
     weight_sync: WeightSyncConfig = section(WeightSyncConfig)
+
+
+@dataclass
+class CriticModelConfig(ModelConfig):
+    """The critic's checkpoint and how it is held; a head for values is added where it has none."""
+
+    path: str | None = knob(None, "Hugging Face checkpoint folder; unset: the actor's")
+    dtype: Literal["float32", "bfloat16"] | None = knob(None, "of weights and activations; unset: the actor's")
+    enable_gradient_checkpointing: bool | None = knob(
+        None, "recompute activations in the backward pass; unset: as the actor does"
+    )
+    use_remove_padding: bool | None = knob(None, "micro-batches without padding; unset: as the actor's, and never else")
+
+
+@dataclass
+class CriticConfig(TrainedConfig):
+    """The model of values, and its updates. Its mini-batches are the actor's."""
+
+    enable: bool | None = knob(None, "unset: where algorithm.adv_estimator needs values (gae)")
+    strategy: Literal["deepspeed", "megatron", "torch"] | None = knob(None, "training backend; unset: the actor's")
+    model: CriticModelConfig = section(CriticModelConfig)
+    ppo_epochs: int | None = knob(None, "passes over each step's samples; unset: the actor's", ge=1)
+    ppo_max_token_len_per_gpu: int | None = knob(
+        None, "padded tokens per training micro-batch (actor.use_dynamic_bsz); unset: the actor's", ge=1
+    )
+    ppo_micro_batch_size_per_gpu: int | None = knob(
+        None, "sequences per training micro-batch (not actor.use_dynamic_bsz); unset: the actor's", ge=1
+    )
+    forward_max_token_len_per_gpu: int | None = knob(None, "the same for forward-only passes; unset: ppo_...", ge=1)
+    forward_micro_batch_size_per_gpu: int | None = knob(None, "the same for forward-only passes; unset: ppo_...", ge=1)
+    cliprange_value: float = knob(0.5, "how far an update may move a value before its gradient ends", gt=0)
+    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = knob(
+        "token-mean", "how per-token losses become one number"
+    )
 
 
 @dataclass
@@ -231,15 +292,23 @@ class TrainerConfig:
     total_training_steps: int | None = knob(None, "stop after so many steps; unset: total_epochs", ge=1)
     test_freq: int = knob(-1, "validate every so many steps; -1: only at start and end", ge=-1)
     val_before_train: bool = knob(True, "validate before the first step")
+    critic_warmup: int = knob(0, "first steps in which only the critic is updated", ge=0)
     save_freq: int = knob(-1, "checkpoint every so many steps; -1: only at the end", ge=-1)
     max_actor_ckpt_to_keep: int = knob(2, "older checkpoints are removed", ge=1)
     save_hf: Literal["last", "always", "never"] = knob("last", "write a Hugging Face checkpoint too")
+    best_metric: str | None = knob(
+        None, "e.g. eval/accuracy: the checkpoint of the best validation is written and never removed; unset: none is"
+    )
+    best_mode: Literal["max", "min"] = knob("max", "whether more or less of best_metric is better")
     resume_mode: Literal["auto", "disable", "resume_path"] = knob("auto", "auto: newest checkpoint of this run")
     resume_from_path: str | None = knob(None, "a global_step_* folder, with resume_mode=resume_path")
     logger: list[Literal["console", "tensorboard", "jsonl", "wandb"]] = knob(
         ["console", "tensorboard", "jsonl"], "where metrics go"
     )
     log_samples: int = knob(2, "prompts whose responses are written to the log each step", ge=0)
+    log_val_generations: int = knob(
+        8, "prompts of each validation file shown with all responses, token by token, in rollouts/*.html", ge=0
+    )
     skip_plan: bool = knob(False, "start even if the planner says that the run cannot fit")
     phase_timeout_s: float = knob(7200, "a phase that takes longer is reported with stacks and ends the run", gt=0)
 
@@ -254,12 +323,29 @@ class RunConfig:
 
     data: DataConfig = section(DataConfig)
     actor_rollout_ref: ActorRolloutRefConfig = section(ActorRolloutRefConfig)
+    critic: CriticConfig = section(CriticConfig)
     algorithm: AlgorithmConfig = section(AlgorithmConfig)
     reward: RewardConfig = section(RewardConfig)
     trainer: TrainerConfig = section(TrainerConfig)
 
     @property
+    def trained(self) -> "list[TrainedModel]":
+        """The actor, and the critic where there is one."""
+        policy, critic = self.actor_rollout_ref, self.critic
+        actor = TrainedModel("actor_rollout_ref.actor", policy.actor, "actor_rollout_ref.model", policy.model)
+        return [actor] + [TrainedModel("critic", critic, "critic.model", critic.model)] * (critic.enable is True)
+
+    @property
     def data_parallel_size(self) -> int:
         """How many ranks get data of their own; the others hold parts of the same model."""
-        actor = self.actor_rollout_ref.actor
-        return self.trainer.num_ranks // (actor.megatron.model_parallel_size if actor.strategy == "megatron" else 1)
+        return self.trainer.num_ranks // max(trained.updates.model_parallel_size for trained in self.trained)
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """One of the models that a run trains, with the keys that its sections are written under."""
+
+    key: str
+    updates: TrainedConfig
+    model_key: str
+    model: ModelConfig

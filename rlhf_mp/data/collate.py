@@ -1,10 +1,11 @@
-"""Trajectories to padded tensors."""
+"""Trajectories to padded tensors, and back to what people read."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
-from rlhf_mp.data.types import TokenBatch, Trajectory
+from rlhf_mp.data.types import SampleText, TokenBatch, Trajectory
 
 
 def collate(trajectories: Sequence[Trajectory]) -> TokenBatch:
@@ -38,3 +39,16 @@ def collate(trajectories: Sequence[Trajectory]) -> TokenBatch:
         lengths=torch.tensor([t.num_tokens for t in trajectories], dtype=torch.int64),
         rollout_logprobs=response_tensor([t.response_logprobs for t in trajectories]),
     )
+
+
+def with_estimates(sample: SampleText, batch: TokenBatch) -> SampleText:
+    """``sample`` with the advantages, and the reference's log-probs where there are any, of its row of ``batch``."""
+    if sample.trace is None or sample.row is None:
+        return sample
+    end = int(batch.lengths[sample.row])
+    found = {
+        name: values[sample.row, end - len(sample.trace.ids) : end].tolist()
+        for name in ("advantages", "ref_logprobs")
+        if (values := getattr(batch, name)) is not None
+    }
+    return replace(sample, trace=replace(sample.trace, **found))

@@ -7,24 +7,39 @@ all ranks (R3); every rank gets equally many micro-batches, because each forward
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlhf_mp.data.types import MiniBatch, Totals
+from rlhf_mp.data.types import MiniBatch, Passes, Totals
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How much one micro-batch may hold: padded tokens (rows * longest row) or sequences, exactly one of them."""
+    """How much one micro-batch may hold: tokens or sequences, exactly one of them."""
 
     max_tokens: int | None = None
     max_sequences: int | None = None
+    packed: bool = False  # a row takes its own tokens, and not as many as the longest
 
     def __post_init__(self) -> None:
         if (self.max_tokens is None) == (self.max_sequences is None):
             raise ValueError(f"{self}: set exactly one of max_tokens and max_sequences")
 
-    def allows(self, num_rows: int, longest: int) -> bool:
+    def room(self, longest: int) -> int:
+        """Of an empty micro-batch whose first row will be its longest, in tokens if packed, otherwise in rows."""
         if self.max_sequences is not None:
-            return num_rows <= self.max_sequences
-        return num_rows * longest <= self.max_tokens
+            return self.max_sequences
+        return self.max_tokens if self.packed else self.max_tokens // longest
+
+    def need(self, length: int) -> int:
+        """Of a row, in the same unit."""
+        return length if self.packed and self.max_tokens is not None else 1
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """How a model beside the actor goes over the same rows."""
+
+    train: Cut
+    score: Cut
+    epochs: int
 
 
 @dataclass(frozen=True)
@@ -34,6 +49,7 @@ class RankPlan:
     rows: list[int]  # its trajectories, as indices of the step's list
     score_rows: list[list[int]]  # forward-only micro-batches, as indices of ``rows``
     minibatches: list[MiniBatch]  # also as indices of ``rows``
+    critic: Passes | None = None
 
 
 def plan_step(
@@ -46,6 +62,7 @@ def plan_step(
     ppo_epochs: int,
     train_cut: Cut,
     score_cut: Cut,
+    critic: Cuts | None = None,
 ) -> list[RankPlan]:
     """Cut a step for all ranks, the same way wherever it is called.
 
@@ -54,6 +71,7 @@ def plan_step(
         mask_counts: tokens of each trajectory that the policy chose.
         group_ids: mini-batches take groups in order of appearance, so the order of prompts decides.
         ppo_epochs: how often the list of mini-batches is repeated.
+        critic: it gets the actor's mini-batches, cut by itself.
 
     Raises:
         ValueError: a mini-batch has fewer groups than there are ranks, or a row is longer than ``max_tokens``.
@@ -63,17 +81,27 @@ def plan_step(
     groups = rows_of_groups(group_ids)
     chunks = [groups[i : i + groups_per_minibatch] for i in range(0, len(groups), groups_per_minibatch)]
     shares = [balance(chunk, lengths, num_ranks) for chunk in chunks]  # [mini-batch][rank] -> rows
-    cuts = [cut_equally(share, lengths, train_cut) for share in shares]  # [mini-batch][rank] -> micro-batches
     totals = [count(chunk, mask_counts) for chunk in chunks]
 
     rows_by_rank = [[row for share in shares for row in share[rank]] for rank in range(num_ranks)]
-    score_cuts = cut_equally(rows_by_rank, lengths, score_cut)
-    plans = []
-    for rank, rows in enumerate(rows_by_rank):
-        local = {row: i for i, row in enumerate(rows)}
-        minibatches = [MiniBatch(relabel(cut[rank], local), total) for cut, total in zip(cuts, totals, strict=True)]
-        plans.append(RankPlan(rows, relabel(score_cuts[rank], local), minibatches * ppo_epochs))
-    return plans
+    local = [{row: i for i, row in enumerate(rows)} for rows in rows_by_rank]
+
+    def passes(of: Cuts) -> list[Passes]:
+        scored = cut_equally(rows_by_rank, lengths, of.score)
+        cuts = [cut_equally(share, lengths, of.train) for share in shares]  # [mini-batch][rank] -> micro-batches
+        found = []
+        for rank in range(num_ranks):
+            parts = (relabel(cut[rank], local[rank]) for cut in cuts)
+            minibatches = [MiniBatch(part, total) for part, total in zip(parts, totals, strict=True)]
+            found.append(Passes(relabel(scored[rank], local[rank]), minibatches * of.epochs))
+        return found
+
+    of_actor = passes(Cuts(train_cut, score_cut, ppo_epochs))
+    of_critic = passes(critic) if critic else [None] * num_ranks
+    return [
+        RankPlan(rows, own.score_rows, own.minibatches, other)
+        for rows, own, other in zip(rows_by_rank, of_actor, of_critic, strict=True)
+    ]
 
 
 def rows_of_groups(group_ids: Sequence[int]) -> list[list[int]]:
@@ -110,15 +138,19 @@ def cut_equally(rows_by_rank: Sequence[list[int]], lengths: Sequence[int], cut: 
 def cut_rows(rows: Sequence[int], lengths: Sequence[int], cut: Cut) -> list[list[int]]:
     """Micro-batches of rows of similar length, the longest first: if memory runs out, it does so at once."""
     micro_batches: list[list[int]] = []
+    rooms: list[int] = []  # left in each
     for row in sorted(rows, key=lambda row: -lengths[row]):
-        if not cut.allows(1, lengths[row]):
+        need = cut.need(lengths[row])
+        place = next((i for i, room in enumerate(rooms) if room >= need), len(rooms))  # first-fit decreasing
+        if place == len(rooms):
+            micro_batches.append([])
+            rooms.append(cut.room(lengths[row]))
+        if rooms[place] < need:
             raise ValueError(
                 f"trajectory {row} has {lengths[row]} tokens, more than the {cut.max_tokens} of a micro-batch"
             )
-        if micro_batches and cut.allows(len(micro_batches[-1]) + 1, lengths[micro_batches[-1][0]]):
-            micro_batches[-1].append(row)
-        else:
-            micro_batches.append([row])
+        micro_batches[place].append(row)
+        rooms[place] -= need
     return micro_batches
 
 

@@ -1,15 +1,29 @@
-"""Prompts: from rows to token ids, and the order they are visited in."""
+"""Prompts: from rows to token ids."""
 
-import random
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
+from math import isfinite
+from pathlib import Path
+from typing import Any, Protocol, overload
 
+import numpy as np
+import pyarrow as arrow
+
+from rlhf_mp.checkpoint import sha256
+from rlhf_mp.config.data_files import wanted_columns
 from rlhf_mp.config.schema import DataConfig
-from rlhf_mp.data.rows import read_rows
-from rlhf_mp.errors import CheckpointError, ConfigError, Problem
+from rlhf_mp.data import prompt_table
+from rlhf_mp.data.prompt_table import DataFile, TableFacts, TableWriter
+from rlhf_mp.data.rows import files_of, read_rows
+from rlhf_mp.errors import ConfigError, Problem
 
 MAX_PROBLEMS = 10  # bad rows shown; a wrong column name makes every row bad
+NOT_IN_PROMPTS = {  # knobs that change neither a prompt nor which prompts there are
+    "train_files", "val_files", "train_weights", "train_batch_size", "max_response_length", "shuffle", "seed",
+    "curriculum_order", "val_max_samples", "cache_dir",
+}  # fmt: skip
 
 
 class Tokenizer(Protocol):
@@ -19,6 +33,8 @@ class Tokenizer(Protocol):
 
     def apply_chat_template(self, conversation: list[dict[str, str]], **options: Any) -> Any: ...
     def __call__(self, text: list[str], *, add_special_tokens: bool) -> Any: ...
+    def decode(self, ids: list[int]) -> str: ...
+    def save_pretrained(self, folder: str) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -32,57 +48,130 @@ class Prompt:
     source: str = ""  # where its row is from: data.reward_fn_key
 
 
-@dataclass(frozen=True)
-class PromptSet:
-    prompts: list[Prompt]
-    num_dropped: int  # longer than data.max_prompt_length
+class PromptSet(Sequence[Prompt]):
+    """Prompts of some files, read from a memory-mapped table when they are asked for."""
+
+    def __init__(self, table: arrow.Table, facts: TableFacts):
+        self.table, self.facts = table, facts
+
+    def __len__(self) -> int:
+        return self.table.num_rows
+
+    @overload
+    def __getitem__(self, index: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Prompt]: ...
+    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if not 0 <= index < len(self):
+            raise IndexError(f"prompt {index} of {len(self)}")
+        row = {name: self.table[name][index].as_py() for name in ("ids", "rest")}
+        return Prompt(index, row["ids"], **json.loads(row["rest"]))
+
+    @property
+    def curriculum(self) -> np.ndarray | None:
+        """What ``data.curriculum_key`` says of each prompt, as float64; None without it."""
+        return None if self.table["key"].null_count else self.table["key"].to_numpy()
+
+    def first(self, count: int) -> "PromptSet":
+        """Only the first ``count``; -1: all."""
+        return self if count < 0 else PromptSet(self.table.slice(0, count), self.facts)
 
 
-def load_prompts(files: str | Sequence[str], tokenizer: Tokenizer, data: DataConfig) -> PromptSet:
-    """Read, render and tokenize all prompts.
+def load_prompts(files: Sequence[str], tokenizer: Tokenizer, data: DataConfig) -> PromptSet:
+    """The prompts of ``files``: those made earlier under ``data.cache_dir``, or read, rendered and tokenized now.
 
     Raises:
-        ConfigError: unreadable files, bad rows, no chat template, too long prompts that may not be dropped,
-            or nothing left.
+        ConfigError: unreadable files, bad rows, no chat template, too long prompts that may neither be dropped nor
+            cut, or nothing left.
     """
     if data.apply_chat_template and tokenizer.chat_template is None:
         reason, fix = "the tokenizer has no chat template", "data.apply_chat_template=false, or an instruct model"
         raise ConfigError([Problem("data.apply_chat_template", True, reason, fix)])
-    texts, answers, sources, problems = [], [], [], []
-    for where, row in read_rows(files):
-        if found := [*row_problems(where, row, data)]:
-            problems += found
-        else:
-            texts.append(render(row[data.prompt_key], tokenizer, data))
-            answers.append(str(row[data.answer_key]))
-            sources.append(str(row[data.reward_fn_key]) if data.reward_fn_key else "")
-    if len(problems) > MAX_PROBLEMS:
-        rest = Problem("data", str(files), f"{len(problems) - MAX_PROBLEMS} more like these", "see above")
-        problems = [*problems[:MAX_PROBLEMS], rest]
-    if problems:
-        raise ConfigError(problems)
-    if not texts:
-        raise ConfigError([Problem("data", str(files), "no rows in it", "name a file with prompts")])
-    # A chat template writes the special tokens itself; for raw text the tokenizer adds what its model expects.
-    ids = tokenizer(texts, add_special_tokens=not data.apply_chat_template)["input_ids"]
-    check_lengths([len(tokens) for tokens in ids], data)
-    kept = [i for i, tokens in enumerate(ids) if len(tokens) <= data.max_prompt_length]
-    prompts = [Prompt(index, ids[i], texts[i], answers[i], sources[i]) for index, i in enumerate(kept)]
-    return PromptSet(prompts, num_dropped=len(ids) - len(prompts))
+    entries = [files_of(name) for name in files]
+    settings = {name: value for name, value in asdict(data).items() if name not in NOT_IN_PROMPTS}
+    name = prompt_table.fingerprint([path for paths in entries for path in paths], tokenizer, settings)
+    folder = Path(data.cache_dir) / name
+    facts = prompt_table.find(folder)
+    if facts is None:
+        with prompt_table.made_whole(folder) as place:
+            facts = make_table(place, files, tokenizer, data)
+            prompt_table.seal(place, facts)
+    return PromptSet(prompt_table.open_table(folder), facts)
+
+
+def make_table(place: Path, files: Sequence[str], tokenizer: Tokenizer, data: DataConfig) -> TableFacts:
+    """Read everything once, a few thousand rows at a time."""
+    writer, lengths, problems, sizes = TableWriter(place / prompt_table.TABLE), Lengths(data), Problems(), []
+    for name in files:
+        before = writer.num_rows
+        stream = read_rows(name)
+        while rows := list(islice(stream, prompt_table.ROWS_PER_BATCH)):
+            good = [row for where, row in rows if not problems.add(row_problems(where, row, data))]
+            texts = [render(row[data.prompt_key], tokenizer, data) for row in good]
+            ids = encode(texts, tokenizer, data) if texts else []
+            kept = [i for i, tokens in enumerate(ids) if lengths.keep(len(tokens))]
+            rest = [prompt_fields(good[i], texts[i], data) for i in kept]
+            for i, fields in zip(kept, rest, strict=True):
+                if len(ids[i]) > data.max_prompt_length:
+                    ids[i] = truncated(ids[i], data)
+                    fields["text"] = tokenizer.decode(ids[i])
+            keys = [float(good[i][data.curriculum_key]) if data.curriculum_key else None for i in kept]
+            writer.write([ids[i] for i in kept], keys, rest)
+        sizes.append(writer.num_rows - before)
+    writer.close()
+    problems.raise_if_any(files)
+    lengths.check(files)
+    paths = [path for name in files for path in files_of(name)]
+    return TableFacts(
+        files=[DataFile(str(path), path.stat().st_size, sha256(path)) for path in paths],
+        sizes=sizes,
+        num_dropped=lengths.num_long if data.filter_overlong_prompts else 0,
+        num_truncated=0 if data.filter_overlong_prompts else lengths.num_long,
+        num_bytes=(place / prompt_table.TABLE).stat().st_size,
+    )
+
+
+def prompt_fields(row: dict[str, Any], text: str, data: DataConfig) -> dict[str, Any]:
+    """Of a Prompt, what is not its position or its ids."""
+    source = str(row[data.reward_fn_key]) if data.reward_fn_key else ""
+    return {"text": text, "answer": str(row[data.answer_key]), "source": source}
+
+
+class Problems:
+    """The first few, and how many more."""
+
+    def __init__(self):
+        self.shown: list[Problem] = []
+        self.num_more = 0
+
+    def add(self, found: Iterable[Problem]) -> bool:
+        """Whether there are any."""
+        found = list(found)
+        room = MAX_PROBLEMS - len(self.shown)
+        self.shown += found[:room]
+        self.num_more += len(found[room:])
+        return bool(found)
+
+    def raise_if_any(self, files: Sequence[str]) -> None:
+        rest = [Problem("data", str(files), f"{self.num_more} more like these", "see above")] if self.num_more else []
+        if self.shown:
+            raise ConfigError([*self.shown, *rest])
 
 
 def row_problems(where: str, row: dict[str, Any], data: DataConfig) -> Iterator[Problem]:
-    columns = {"data.prompt_key": data.prompt_key, "data.answer_key": data.answer_key}
-    if data.reward_fn_key:
-        columns["data.reward_fn_key"] = data.reward_fn_key
-    missing = {knob: column for knob, column in columns.items() if column not in row}
+    missing = {knob: column for knob, column in wanted_columns(data).items() if column not in row}
     for knob, column in missing.items():
-        yield Problem(where, sorted(row), f"has no column {column!r}", f"{knob}=<one of these>")
+        yield Problem(where, sorted(row), f"has no column {column!r}", f"data.{knob}=<one of these>")
     if missing:
         return
     prompt, answer = row[data.prompt_key], row[data.answer_key]
     if not isinstance(answer, str | int | float):
         yield Problem(where, answer, f"{data.answer_key!r} must be a text or a number", "data.answer_key=<column>")
+    if data.curriculum_key is not None and not is_number(row[data.curriculum_key]):
+        reason = f"{data.curriculum_key!r} must be a number: it decides when a prompt comes"
+        yield Problem(where, row[data.curriculum_key], reason, "data.curriculum_key=<column>")
     if isinstance(prompt, str):
         return
     if not is_conversation(prompt):
@@ -99,6 +188,10 @@ def is_conversation(prompt: Any) -> bool:
     return isinstance(prompt, list) and bool(prompt) and all(map(is_message, prompt))
 
 
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and isfinite(value)
+
+
 def render(prompt: str | list[dict[str, str]], tokenizer: Tokenizer, data: DataConfig) -> str:
     """The text the policy continues."""
     if not data.apply_chat_template:
@@ -109,64 +202,50 @@ def render(prompt: str | list[dict[str, str]], tokenizer: Tokenizer, data: DataC
     return tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
 
 
-def check_lengths(lengths: Sequence[int], data: DataConfig) -> None:
-    """Raise when too long prompts may not be dropped, or when dropping them leaves nothing."""
+def encode(texts: list[str], tokenizer: Tokenizer, data: DataConfig) -> list[list[int]]:
+    """A chat template writes the special tokens itself; to raw text the tokenizer adds what its model expects."""
+    return tokenizer(texts, add_special_tokens=not data.apply_chat_template)["input_ids"]
+
+
+class Lengths:
+    """Which prompts are too long, and what becomes of them."""
+
+    def __init__(self, data: DataConfig):
+        self.data = data
+        self.num_rows = self.num_long = self.longest = 0
+        self.shortest: int | None = None
+
+    def keep(self, length: int) -> bool:
+        self.num_rows += 1
+        self.longest = max(self.longest, length)
+        self.shortest = length if self.shortest is None else min(self.shortest, length)
+        is_long = length > self.data.max_prompt_length
+        self.num_long += is_long
+        return not (is_long and self.data.filter_overlong_prompts)
+
+    def check(self, files: Sequence[str]) -> None:
+        """Raise when there is nothing, when all would be dropped, or when some may be neither dropped nor cut."""
+        limit, key = self.data.max_prompt_length, "data.max_prompt_length"
+        if not self.num_rows:
+            raise ConfigError([Problem("data", str(files), "no rows in it", "name a file with prompts")])
+        may_cut = not self.data.filter_overlong_prompts and self.data.truncation != "error"
+        if self.num_long == self.num_rows and not may_cut:
+            reason = f"drops all {self.num_rows} prompts; the shortest has {self.shortest} tokens"
+            raise ConfigError([Problem(key, limit, reason, f"{key}={self.longest} keeps all")])
+        if self.num_long and not self.data.filter_overlong_prompts and not may_cut:
+            reason = f"{self.num_long} of {self.num_rows} prompts are longer, up to {self.longest} tokens"
+            fix = f"{key}={self.longest}, or data.filter_overlong_prompts=true, or data.truncation=left"
+            raise ConfigError([Problem(key, limit, reason, fix)])
+
+
+def truncated(ids: list[int], data: DataConfig) -> list[int]:
+    """``ids`` cut to ``data.max_prompt_length``; the knob names the end, or the middle, that goes."""
     limit = data.max_prompt_length
-    num_long = sum(length > limit for length in lengths)
-    if num_long == len(lengths):
-        reason = f"drops all {len(lengths)} prompts; the shortest has {min(lengths)} tokens"
-        raise ConfigError(
-            [Problem("data.max_prompt_length", limit, reason, f"data.max_prompt_length={max(lengths)} keeps all")]
-        )
-    if num_long and not data.filter_overlong_prompts:
-        reason = f"{num_long} of {len(lengths)} prompts are longer, up to {max(lengths)} tokens"
-        fix = f"data.max_prompt_length={max(lengths)}, or data.filter_overlong_prompts=true"
-        raise ConfigError([Problem("data.max_prompt_length", limit, reason, fix)])
-
-
-class PromptOrder:
-    """Which prompts each step uses: a function of the seed and the position, so a resumed run sees the same ones.
-
-    The last, incomplete batch of an epoch is dropped; with shuffling other prompts fall into it every epoch.
-    """
-
-    def __init__(self, num_prompts: int, batch_size: int, seed: int, shuffle: bool):
-        if num_prompts < batch_size:
-            reason = f"there are only {num_prompts} prompts, so no batch is ever complete"
-            fix = f"data.train_batch_size={num_prompts} or less"
-            raise ConfigError([Problem("data.train_batch_size", batch_size, reason, fix)])
-        self.num_prompts, self.batch_size, self.seed, self.shuffle = num_prompts, batch_size, seed, shuffle
-        self._identity = {"num_prompts": num_prompts, "batch_size": batch_size, "seed": seed, "shuffle": shuffle}
-        self.epoch = self.batch = 0  # of the next batch
-
-    @property
-    def batches_per_epoch(self) -> int:
-        return self.num_prompts // self.batch_size
-
-    def next(self) -> tuple[int, list[int]]:
-        """The epoch, counted from 0, and the indices of the next batch's prompts."""
-        epoch, start = self.epoch, self.batch * self.batch_size
-        indices = self._order(epoch)[start : start + self.batch_size]
-        epochs, self.batch = divmod(self.batch + 1, self.batches_per_epoch)
-        self.epoch += epochs
-        return epoch, indices
-
-    def state_dict(self) -> dict[str, int | bool]:
-        return {**self._identity, "epoch": self.epoch, "batch": self.batch}
-
-    def load_state_dict(self, state: dict[str, int | bool]) -> None:
-        """Continue where ``state_dict`` was taken.
-
-        Raises:
-            CheckpointError: it was taken with other prompts, batch size, seed or shuffling.
-        """
-        saved = {name: state[name] for name in self._identity}
-        if saved != self._identity:
-            raise CheckpointError(f"the order of prompts was {saved} in the checkpoint, now it is {self._identity}")
-        self.epoch, self.batch = state["epoch"], state["batch"]
-
-    def _order(self, epoch: int) -> list[int]:
-        order = list(range(self.num_prompts))
-        if self.shuffle:
-            random.Random(f"{self.seed}/{epoch}").shuffle(order)
-        return order
+    match data.truncation:
+        case "left":
+            return ids[len(ids) - limit :]
+        case "right":
+            return ids[:limit]
+        case "middle":
+            return ids[: limit // 2] + ids[len(ids) - (limit - limit // 2) :]
+    return ids  # "error": the whole load is about to be refused

@@ -22,6 +22,25 @@ def read_rows(files: str | Sequence[str]) -> Iterator[Row]:
         yield from folder_rows(path) if path.is_dir() else file_rows(path)
 
 
+def files_of(name: str) -> list[Path]:
+    """The files that ``name`` stands for: itself, or what is read of a folder.
+
+    Raises:
+        ConfigError: there is no such file or folder, or nothing in it.
+    """
+    path = Path(name)
+    if not path.exists():
+        raise unreadable(path, "no such file or folder", "correct the path in data.train_files or data.val_files")
+    if not path.is_dir():
+        return [path]
+    if (path / "dataset_dict.json").is_file():
+        raise several_datasets(path)
+    if (path / "state.json").is_file():
+        parts = json.loads((path / "state.json").read_text())["_data_files"]
+        return [path / "state.json", *(path / part["filename"] for part in parts)]
+    return parts_of(path)
+
+
 def file_rows(path: Path) -> Iterator[Row]:
     if not path.is_file():
         raise unreadable(path, "no such file or folder", "correct the path in data.train_files or data.val_files")
@@ -66,19 +85,27 @@ def parquet_rows(path: Path) -> Iterator[Row]:
 def folder_rows(path: Path) -> Iterator[Row]:
     """A dataset written by ``save_to_disk``, or the .jsonl and .parquet files right in the folder, by name."""
     if (path / "dataset_dict.json").is_file():
-        splits = json.loads((path / "dataset_dict.json").read_text())["splits"]
-        raise unreadable(path, f"holds several datasets: {', '.join(splits)}", f"name one: {path / splits[0]}")
+        raise several_datasets(path)
     if (path / "state.json").is_file():
         import datasets
 
         for number, row in enumerate(datasets.load_from_disk(str(path)), start=1):
             yield f"{path}:{number}", row
         return
+    for file in parts_of(path):
+        yield from file_rows(file)
+
+
+def parts_of(path: Path) -> list[Path]:
     files = sorted(p for p in path.iterdir() if p.suffix in {".jsonl", ".parquet"})
     if not files:
         raise unreadable(path, "neither a saved dataset nor any .jsonl or .parquet file in it", "name another folder")
-    for file in files:
-        yield from file_rows(file)
+    return files
+
+
+def several_datasets(path: Path) -> ConfigError:
+    splits = json.loads((path / "dataset_dict.json").read_text())["splits"]
+    return unreadable(path, f"holds several datasets: {', '.join(splits)}", f"name one: {path / splits[0]}")
 
 
 def unreadable(where: Path | str, reason: str, fix: str) -> ConfigError:

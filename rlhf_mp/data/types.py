@@ -57,6 +57,8 @@ class TokenBatch:
     old_logprobs: Float[Tensor, "B T"] | None = None
     ref_logprobs: Float[Tensor, "B T"] | None = None
     advantages: Float[Tensor, "B T"] | None = None
+    values: Float[Tensor, "B T"] | None = None  # the critic's, of the state each token is drawn from
+    returns: Float[Tensor, "B T"] | None = None  # what those values are trained towards
 
     def select(self, rows: list[int]) -> "TokenBatch":
         """Some rows, trimmed to the longest of them. No rows gives one sequence that counts for nothing."""
@@ -95,6 +97,26 @@ class MiniBatch:
 
 
 @dataclass(frozen=True)
+class Passes:
+    """How one model goes over this rank's rows."""
+
+    score_rows: list[list[int]]  # forward-only micro-batches
+    minibatches: list[MiniBatch]  # one optimizer step each, all epochs
+
+
+@dataclass(frozen=True)
+class TokenTrace:
+    """A response token by token; all lists are of one length."""
+
+    ids: list[int]
+    logprobs: list[float]  # of the distribution sampled from
+    loss_mask: list[bool]  # False where the policy did not choose the token
+    finish_reason: str
+    advantages: list[float] | None = None  # None: nothing was trained on it
+    ref_logprobs: list[float] | None = None
+
+
+@dataclass(frozen=True)
 class SampleText:
     """A response as people read it."""
 
@@ -102,6 +124,10 @@ class SampleText:
     response: str
     reward: float
     truth: str
+    source: str = "training"  # or the name of a validation file
+    in_log: bool = True  # False: only for the page of rollouts, which shows more than a log can
+    trace: TokenTrace | None = None
+    row: int | None = None  # in the share it comes with
 
 
 @dataclass(frozen=True)
@@ -113,15 +139,32 @@ class Share:
     minibatches: list[MiniBatch]
     metrics: Sums = field(default_factory=dict)  # of the whole step; rank 0 only
     samples: list[SampleText] = field(default_factory=list)  # a few texts for the log; rank 0 only
+    critic: Passes | None = None  # the critic's own cuts and epochs, where there is one
 
 
 @dataclass(frozen=True)
 class PolicyOutput:
-    """What a loss sees of the model; logits never leave the engine."""
+    """What a loss sees of a policy; logits never leave the engine."""
 
     logprobs: Float[Tensor, "B T"]  # of the batch's own tokens, after temperature; requires grad
     entropy: Float[Tensor, "B T"]  # of the distribution each token was drawn from, in nats
 
 
-LossFn = Callable[[PolicyOutput, TokenBatch, Totals], tuple[Float[Tensor, ""], dict[str, tuple[Tensor, Tensor]]]]
+@dataclass(frozen=True)
+class ValueOutput:
+    """What a loss sees of a critic."""
+
+    values: Float[Tensor, "B T"]  # V(tokens before t), the state that token t is drawn from; requires grad
+
+
+@dataclass(frozen=True)
+class RewardOutput:
+    """What a loss sees of a reward model."""
+
+    rewards: Float[Tensor, "B"]  # read off each sequence's last token; requires grad
+
+
+Output = PolicyOutput | ValueOutput | RewardOutput
+
+LossFn = Callable[[Output, TokenBatch, Totals], tuple[Float[Tensor, ""], dict[str, tuple[Tensor, Tensor]]]]
 """(model output, micro-batch, counts of the mini-batch) -> (its part of the loss, metrics as (sum, count))."""

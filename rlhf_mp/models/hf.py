@@ -3,13 +3,16 @@
 import json
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+
+from rlhf_mp.models.packed_attention import check_packing, packed_attention
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SHARD_BYTES = 5_000_000_000
@@ -18,17 +21,37 @@ COMPANIONS = ("*.json", "*.jinja", "*.txt", "*.model", "*.py")
 WEIGHT_INDEXES = {"model.safetensors.index.json", "pytorch_model.bin.index.json"}
 
 
-def load_causal_lm(path: str, dtype: torch.dtype, *, trust_remote_code: bool = False) -> nn.Module:
-    """The model with scaled-dot-product attention, without dropout or cache, on CPU (or partitioned, under ZeRO-3)."""
-    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    for name, value in config.to_dict().items():
-        if re.search("dropout|pdrop", name) and isinstance(value, float):
-            setattr(config, name, 0.0)  # engines sample without it: log-probs of the same tokens would be others
+def load_causal_lm(
+    path: str, dtype: torch.dtype, *, packed: bool = False, trust_remote_code: bool = False
+) -> nn.Module:
+    """The model with scaled-dot-product attention, without dropout or cache, on CPU (or partitioned, under ZeRO-3).
+
+    Args:
+        packed: it will see rows of several sequences.
+
+    Raises:
+        ValueError: such rows cannot be kept apart in this model.
+    """
+    config = without_dropout(AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code))
     model = AutoModelForCausalLM.from_pretrained(
-        path, config=config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=trust_remote_code
+        path,
+        config=config,
+        dtype=dtype,
+        attn_implementation=packed_attention(dtype) if packed else "sdpa",
+        trust_remote_code=trust_remote_code,
     )
+    if packed:
+        check_packing(model)
     model.config.use_cache = False
     return model
+
+
+def without_dropout(config: PretrainedConfig) -> PretrainedConfig:
+    """``config``, changed: engines sample without dropout, and log-probs of the same tokens would be others with it."""
+    for name, value in config.to_dict().items():
+        if re.search("dropout|pdrop", name) and isinstance(value, float):
+            setattr(config, name, 0.0)
+    return config
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -47,11 +70,22 @@ def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase, *, trust_remot
     return sorted(ids)
 
 
-def save_checkpoint(weights: Iterable[tuple[str, Tensor]], source: str, directory: Path, dtype: torch.dtype) -> None:
+def as_it_is(config: dict[str, Any]) -> dict[str, Any]:
+    return config
+
+
+def save_checkpoint(
+    weights: Iterable[tuple[str, Tensor]],
+    source: str,
+    directory: Path,
+    dtype: torch.dtype,
+    saved_config: Callable[[dict[str, Any]], dict[str, Any]] = as_it_is,
+) -> None:
     """Write ``weights`` as safetensors shards, with config and tokenizer copied from the checkpoint ``source``.
 
     Args:
         weights: full tensors under Hugging Face names; each is copied before the next is asked for.
+        saved_config: from the config.json of ``source`` to the one written; a model with another head has another.
     """
     directory.mkdir(parents=True, exist_ok=True)
     shards: list[dict[str, Tensor]] = [{}]
@@ -76,17 +110,19 @@ def save_checkpoint(weights: Iterable[tuple[str, Tensor]], source: str, director
     (directory / "model.safetensors.index.json").write_text(
         json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2)
     )
-    copy_companions(Path(source), directory, dtype)
+    copy_companions(Path(source), directory, dtype, saved_config)
 
 
-def copy_companions(source: Path, directory: Path, dtype: torch.dtype) -> None:
+def copy_companions(
+    source: Path, directory: Path, dtype: torch.dtype, saved_config: Callable[[dict[str, Any]], dict[str, Any]]
+) -> None:
     """Config, tokenizer, chat template, generation config: what makes a folder of weights a checkpoint."""
     for pattern in COMPANIONS:
         for file in source.glob(pattern):
             if file.name not in WEIGHT_INDEXES:
                 shutil.copy2(file, directory / file.name)
     config_file = directory / "config.json"
-    config = json.loads(config_file.read_text())
+    config = saved_config(json.loads(config_file.read_text()))
     config["dtype"] = str(dtype).removeprefix("torch.")
     config.pop("torch_dtype", None)  # the older spelling would contradict it
     config_file.write_text(json.dumps(config, indent=2))

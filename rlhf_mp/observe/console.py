@@ -7,6 +7,7 @@ from typing import TextIO
 from tqdm import tqdm
 
 from rlhf_mp.data.types import SampleText
+from rlhf_mp.observe.sinks import logged
 
 COLUMNS = {  # wide enough that lines of a run stay aligned
     "rollout/reward_mean": "reward {:6.3f}",
@@ -59,7 +60,7 @@ class ConsoleSink:
             self._print(f"validation at step {step}  {numbers}")
 
     def samples(self, step: int, texts: Sequence[SampleText]) -> None:
-        for text in texts:
+        for text in logged(texts):
             self._print(
                 f"  {one_line(text.prompt, 64)} | {one_line(text.response, 64)} | "
                 f"reward {text.reward:g} | truth {one_line(text.truth, 16)}"

@@ -4,7 +4,6 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -17,9 +16,15 @@ class Sink(Protocol):
         """Called once per ``MetricLog.finish``: a step and its validation may come as two calls."""
         ...
 
-    def samples(self, step: int, texts: Sequence[SampleText]) -> None: ...
+    def samples(self, step: int, texts: Sequence[SampleText]) -> None:
+        """All that can be shown; ``logged`` are those for a log."""
+        ...
 
     def close(self) -> None: ...
+
+
+def logged(texts: Sequence[SampleText]) -> list[SampleText]:
+    return [text for text in texts if text.in_log]
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
@@ -46,8 +51,9 @@ class JsonlSink:
         self._metrics.write(json.dumps({"step": step, "wall_time": time.time(), **metrics}) + "\n")
 
     def samples(self, step: int, texts: Sequence[SampleText]) -> None:
-        for text in texts:
-            self._samples.write(json.dumps({"step": step, **asdict(text)}) + "\n")
+        for text in logged(texts):
+            shown = {name: getattr(text, name) for name in ("prompt", "response", "reward", "truth", "source")}
+            self._samples.write(json.dumps({"step": step, **shown}) + "\n")
 
     def close(self) -> None:
         self._metrics.close()
@@ -82,7 +88,7 @@ class TensorBoardSink:
         self._writer.flush()
 
     def samples(self, step: int, texts: Sequence[SampleText]) -> None:
-        self._writer.add_text("samples", "\n\n---\n\n".join(map(_markdown, texts)), step)
+        self._writer.add_text("samples", "\n\n---\n\n".join(map(_markdown, logged(texts))), step)
         self._writer.flush()
 
     def close(self) -> None:
@@ -126,7 +132,7 @@ class WandbSink:
         self._run.log(dict(metrics), step=step)
 
     def samples(self, step: int, texts: Sequence[SampleText]) -> None:
-        rows = [[text.prompt, text.response, text.reward, text.truth] for text in texts]
+        rows = [[text.prompt, text.response, text.reward, text.truth] for text in logged(texts)]
         table = self._wandb.Table(columns=["prompt", "response", "reward", "truth"], data=rows)
         self._run.log({"samples": table}, step=step)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from rlhf_mp.observe.console import duration
 from rlhf_mp.observe.machine import git_commit, machine, versions
+from rlhf_mp.observe.plan_check import compare
 from rlhf_mp.phase import Phase
 
 Record = Mapping[str, Any]
@@ -21,7 +22,12 @@ BEFORE_AFTER = {
 
 
 def write_summary(
-    path: Path, records: Sequence[Record], *, config: Mapping[str, Any], paths: Mapping[str, str]
+    path: Path,
+    records: Sequence[Record],
+    *,
+    config: Mapping[str, Any],
+    paths: Mapping[str, str],
+    best: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Write ``summary.json`` whole or not at all, and return it.
 
@@ -29,9 +35,12 @@ def write_summary(
         records: the run's metrics.jsonl, see ``read_jsonl``; steps before a resume count too.
         config: the resolved configuration.
         paths: what the run left behind, by name: tensorboard, checkpoint, hf.
+        best: metric, mode, value and step of the best validation, where one was looked for.
     """
     summary = {
         **results(records),
+        "best": None if best is None else dict(best),
+        "memory": compare(records),
         "paths": dict(paths),
         "versions": versions(),
         "git_commit": git_commit(),
@@ -83,10 +92,18 @@ def _timing(steps: Sequence[Record], phase: str) -> dict[str, float]:
 def before_after_table(summary: Mapping[str, Any]) -> str:
     """What training changed, what it took and where to look."""
     lines = [f"{'':20}  {'before':>8}  {'after':>8}"]
-    for label, name in BEFORE_AFTER.items():
+    files = {  # several validation files have an accuracy each
+        f"  {name.removeprefix('eval/').removesuffix('/accuracy')}": name
+        for name in (key.removesuffix("_first") for key in summary)
+        if name.startswith("eval/") and name.endswith("/accuracy") and name not in BEFORE_AFTER.values()
+    }
+    first, *others = BEFORE_AFTER.items()
+    for label, name in (first, *files.items(), *others):
         if f"{name}_first" in summary:
             lines.append(f"{label:20}  {summary[f'{name}_first']:8.3f}  {summary[f'{name}_last']:8.3f}")
     facts = {"steps": str(summary["num_steps"]), "time": duration(summary["seconds"])}
+    if (best := summary["best"]) and best["step"] is not None:
+        facts["best validation"] = f"{best['metric']} {best['value']:.3f} at step {best['step']}"
     if "step" in summary["phases"]:
         step = summary["phases"]["step"]
         facts["time"] += f" ({step['mean_s']:.1f} s/step)"

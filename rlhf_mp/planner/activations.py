@@ -7,11 +7,14 @@ from rlhf_mp.planner.job import Batch, Kernels, Layout, MegatronLayout
 from rlhf_mp.planner.model_shape import ModelShape
 
 FORWARD_LOGIT_BYTES = 12
-"""Per logit of a forward pass: float32 logits, probabilities and their product (models/logprobs.py)."""
+"""Per logit of a forward pass, all at once: float32 logits, probabilities and their product (models/logprobs.py)."""
 BACKWARD_LOGIT_BYTES = 20
 """Per logit at the worst moment of the backward pass: saved logits, the gather's gradient, three of logsumexp's."""
-MEGATRON_LOGIT_BYTES = 6
-"""Vocabulary-parallel cross entropy: float32 exponentials in place and a bfloat16 gradient."""
+KEPT_LOGIT_BYTES = 10
+"""The same where a micro-batch is a single chunk: float32 logits, kept, their gradient, and that in bfloat16."""
+CHUNK_FORWARD_BYTES, CHUNK_BACKWARD_BYTES = 8, 6
+"""Per logit of one chunk of several (models/chunked_head.py): two float32 buffers; one, and the gradient in bfloat16.
+A gradient through the entropy takes 2 more backward."""
 
 
 @dataclass(frozen=True)
@@ -142,12 +145,13 @@ def training_logits(shape: ModelShape, layout: Layout, batch: Batch, width: int,
     """Logits of one micro-batch, or of one chunk of it beside the head's gradient, which chunks add up in."""
     each, tp = BACKWARD_LOGIT_BYTES, 1
     if isinstance(layout, MegatronLayout):
-        each, tp = MEGATRON_LOGIT_BYTES, layout.tp
-    if batch.logit_tokens is None or batch.logit_tokens >= batch.tokens:
+        each, tp = KEPT_LOGIT_BYTES, layout.tp
+    if batch.logit_tokens is None or batch.logit_tokens >= tokens.value:
+        each = each if batch.logit_tokens is None else KEPT_LOGIT_BYTES
         return tokens.times(shape.vocab, "vocabulary").times(each, "bytes").over(tp, "tp")
-    chunk = amount(batch.logit_tokens, "tokens a chunk").times(shape.vocab, "vocabulary").times(each, "bytes")
-    head = amount(width, "bytes").times(shape.vocab * shape.hidden, "elements of the head's gradient")
-    return larger(chunk + head, head.times(2, "copies while a chunk's share is added")).over(tp, "tp")
+    chunk = amount(batch.logit_tokens, "tokens a chunk").times(shape.vocab, "vocabulary").over(tp, "tp")
+    head = amount(width, "bytes").times(shape.vocab * shape.hidden, "elements of the head's gradient").over(tp, "tp")
+    return larger(chunk.times(CHUNK_FORWARD_BYTES, "bytes"), chunk.times(CHUNK_BACKWARD_BYTES, "bytes") + head)
 
 
 def scoring_activations(
@@ -159,8 +163,10 @@ def scoring_activations(
     tokens = amount(batch.tokens, "tokens").over(cp, "cp")
     working = tokens.times(whole, "bytes of one layer")
     hidden = tokens.times(2 * width * shape.hidden, "bytes of hidden states")
-    columns = tokens
-    if batch.logit_tokens is not None and batch.logit_tokens < batch.tokens:
-        columns = amount(batch.logit_tokens, "tokens a chunk")
-    logits = columns.times(shape.vocab, "vocabulary").times(FORWARD_LOGIT_BYTES, "bytes").over(tp, "tp")
+    columns, each = tokens, FORWARD_LOGIT_BYTES
+    if batch.logit_tokens is not None:
+        each = CHUNK_FORWARD_BYTES
+        if batch.logit_tokens < tokens.value:
+            columns = amount(batch.logit_tokens, "tokens a chunk")
+    logits = columns.times(shape.vocab, "vocabulary").times(each, "bytes").over(tp, "tp")
     return ActivationPlan(hidden, working, logits if with_logits else NOTHING)

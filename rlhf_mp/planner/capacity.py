@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from rlhf_mp.planner.amount import GIB
 from rlhf_mp.planner.hardware import GPUS, USABLE, Gpu
-from rlhf_mp.planner.job import Adapter, Batch, Job, TorchLayout, ZeroLayout
+from rlhf_mp.planner.job import Adapter, Batch, Job, ZeroLayout
 from rlhf_mp.planner.known_models import KNOWN_MODELS
 from rlhf_mp.planner.model_shape import ModelShape
 from rlhf_mp.planner.plan import Plan, make_plan
@@ -28,12 +28,15 @@ class Need:
     num_gpus: dict[str, int | None]  # by card; None: more than 128
 
 
-def single_gpu_job(shape: ModelShape, adapter: Adapter | None, gpu: Gpu) -> Job:
-    """Supervised steps of one sequence with checkpointing: the least a method needs."""
+def spread_job(shape: ModelShape, adapter: Adapter | None, gpu: Gpu, num_gpus: int) -> Job:
+    """Supervised steps of one sequence a GPU with checkpointing, the least a method needs; on several by ZeRO-3."""
     batch = Batch(TOKENS, TOKENS, logit_tokens=LOGIT_TOKENS)
-    # one rank of ZeRO-2 is plain mixed-precision training; it names the bytes the same way
-    layout = ZeroLayout(1, stage=0)
+    layout = ZeroLayout(num_gpus, stage=3 if num_gpus > 1 else 0)
     return Job(shape, layout, batch, gpu, algorithm="sft", adapter=adapter, reference=False)
+
+
+def single_gpu_job(shape: ModelShape, adapter: Adapter | None, gpu: Gpu) -> Job:
+    return spread_job(shape, adapter, gpu, 1)
 
 
 def what_fits(memory: float) -> dict[str, list[Plan]]:
@@ -56,12 +59,7 @@ def what_needs(shape: ModelShape) -> list[Need]:
 
 def fewest_gpus(shape: ModelShape, adapter: Adapter | None, gpu: Gpu) -> int | None:
     """GPUs over which ZeRO-3 spreads it so that it fits."""
-    for count in GPU_COUNTS:
-        batch = Batch(TOKENS, TOKENS, logit_tokens=LOGIT_TOKENS)
-        layout = TorchLayout() if count == 1 and adapter else ZeroLayout(count, stage=3 if count > 1 else 0)
-        if make_plan(Job(shape, layout, batch, gpu, algorithm="sft", adapter=adapter, reference=False)).fits:
-            return count
-    return None
+    return next((n for n in GPU_COUNTS if make_plan(spread_job(shape, adapter, gpu, n)).fits), None)
 
 
 def describe_fits(memory: float) -> str:

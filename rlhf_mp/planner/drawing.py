@@ -54,7 +54,7 @@ def bars(plan: Plan) -> tuple[list[Box], list[Text]]:
     if limit:
         boxes.append(Box(LEFT, BASE - limit * scale, len(moments) * 140 + 20, 2, "#000000"))
         texts.append(Text(LEFT, BASE - limit * scale - 6, f"{plan.job.gpu.name}: {limit / GIB:.1f} GiB"))
-    for row, (label, color) in enumerate(colors.items()):
+    for row, (label, color) in enumerate(reversed(colors.items())):  # as the stacks are, from the top
         y = TOP + row * 22
         boxes.append(Box(680, y, 14, 14, color))
         texts.append(Text(702, y + 12, label))

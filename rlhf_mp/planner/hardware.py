@@ -30,6 +30,7 @@ def _gpu(name: str, mib: float, tflops: float, tb_s: float, peer_gb_s: float, ho
 _CARDS = (
     _gpu("RTX3090", 24576, 71, 0.936, 31.5, PCIE4, "NVIDIA GA102 whitepaper, appendix A"),
     _gpu("RTX4090", 24564, 165.2, 1.008, 31.5, PCIE4, "NVIDIA Ada GPU architecture whitepaper, appendix A"),
+    _gpu("T4", 15360, 65, 0.320, 15.75, 15.75e9, "NVIDIA T4 data sheet; float16, it has no bfloat16"),
     _gpu("A10G", 23028, 70, 0.600, 31.5, PCIE4, "AWS EC2 G5 page (tensor peak), NVIDIA A10 data sheet (bandwidth)"),
     _gpu("L40S", 46068, 362, 0.864, 31.5, PCIE4, "NVIDIA L40S data sheet"),
     _gpu("A100-40G", 40960, 312, 1.555, 300, PCIE4, "NVIDIA A100 data sheet (SXM4)"),

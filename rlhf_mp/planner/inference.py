@@ -6,7 +6,7 @@ from rlhf_mp.planner.model_shape import ModelShape
 from rlhf_mp.planner.term import Component, Role, Term
 
 
-def cache_bytes_per_token(shape: ModelShape, tp: int, width: int) -> Amount:
+def cache_bytes_per_token(shape: ModelShape, tp: int, width: float) -> Amount:
     """Keys and values of one token in all layers, on one GPU. A KV head is copied, not split, when tp > kv_heads."""
     heads = max(shape.kv_heads / tp, 1)
     return (
@@ -33,7 +33,7 @@ def cache_pool(shape: ModelShape, engine: Engine, free: float) -> Amount:
     room = free * engine.memory_fraction - weights
     pool = NOTHING
     if room > 0:
-        pool = Amount(room, f"{engine.memory_fraction:g} x {free:.0f} bytes free at start - {weights:.0f} of weights")
+        pool = Amount(room, f"{engine.memory_fraction:g} x {free:,.0f} bytes free at start - {weights:,.0f} of weights")
     if engine.max_cache_tokens is None:
         return pool
     wanted = cache_bytes_per_token(shape, engine.tp, engine.cache_bytes).times(engine.max_cache_tokens, "tokens")

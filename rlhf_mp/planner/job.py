@@ -1,9 +1,9 @@
 """What is planned: models, layouts, batches and the engine, as plain data. Everything else follows from these."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from rlhf_mp.planner.hardware import Gpu
+from rlhf_mp.planner.hardware import NETWORK_RATE, Gpu
 from rlhf_mp.planner.model_shape import ModelShape
 
 Recompute = Literal["none", "selective", "mlp", "full"]
@@ -17,7 +17,7 @@ class Precision:
     weights: float  # what the matrix products read
     gradients: float
     master: float  # a float32 copy that the optimizer changes
-    moments: float  # both of Adam's
+    moments: float  # all that the optimizer remembers: both of Adam's, SGD's momentum, or nothing
     activations: int
 
     @property
@@ -29,7 +29,14 @@ BF16 = Precision("bfloat16", 2, 2, 4, 8, 2)  # ZeRO paper's K = 12, arXiv:1910.0
 BF16_FP32_GRADS = Precision("bfloat16, float32 gradients", 2, 4, 4, 8, 2)  # Megatron-Core's main gradients
 FP32 = Precision("float32", 4, 4, 0, 8, 4)
 AUTOCAST = Precision("float32 weights, bfloat16 arithmetic", 4, 4, 0, 8, 2)
-ADAM_8BIT = Precision("bfloat16, 8-bit Adam", 2, 2, 4, 2, 2)  # bitsandbytes
+OPTIMIZER_MOMENTS = {"adamw": 8.0, "adamw-8bit": 2.0, "sgd-momentum": 4.0, "sgd": 0.0}
+"""Bytes a parameter. 8 bit: bitsandbytes, arXiv:2110.02861."""
+
+
+def with_optimizer(precision: Precision, name: str) -> Precision:
+    """The same arithmetic under another optimizer; the name of AdamW, the usual one, is not worth a word."""
+    label = precision.name if name == "adamw" else f"{precision.name}, {name}"
+    return replace(precision, name=label, moments=OPTIMIZER_MOMENTS[name])
 
 
 @dataclass(frozen=True)
@@ -120,7 +127,7 @@ class Batch:
 
     tokens: int  # per micro-batch, padded
     sequence: int  # the longest
-    logit_tokens: int | None = None  # whose logits exist at once; None: all
+    logit_tokens: int | None = None  # whose logits exist at once; None: all, and by plain autograd
     recompute: Recompute = "full"
     activation_offload: bool = False
 
@@ -136,7 +143,7 @@ class Engine:
     sequence: int = 2048  # longest prompt and response together
     max_cache_tokens: int | None = None  # per engine
     weight_bytes: int = 2
-    cache_bytes: int = 2
+    cache_bytes: float = 2  # a cached element
     cuda_graphs: bool = True
     graph_batch: int = 256  # largest batch a graph is captured for
     prefill_tokens: int = 8192
@@ -160,13 +167,27 @@ class Job:
     reference_offload: bool = False
     scores_old_policy: bool = True
     critic: ModelShape | None = None
+    critic_layout: Layout | None = None  # None: the actor's, as are its batch and precision
+    critic_batch: Batch | None = None
+    critic_precision: Precision | None = None
     reward_model: ModelShape | None = None
     reward_offload: bool = False
     engine: Engine | None = None
-    bucket_bytes: float = 256e6  # moved at once in a weight swap
+    bucket_bytes: float = 256e6  # two buffers of a weight swap
     host_memory: float | None = None  # bytes of one machine; None: not judged
     ranks_per_node: int = 8
+    network_rate: float = NETWORK_RATE  # bytes a second and GPU between machines
     workload: "Workload | None" = None
+
+    @property
+    def of_critic(self) -> "Job":
+        """The same job as its critic meets it: in its own layout, batch and precision."""
+        return replace(
+            self,
+            layout=self.critic_layout or self.layout,
+            batch=self.critic_batch or self.batch,
+            precision=self.critic_precision or self.precision,
+        )
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ _SHAPES = (
     _shape("Llama-3.2-3B", 28, 3072, 24, 8, 8192, 128256, tied=True),
     _shape("Llama-3.1-8B", 32, 4096, 32, 8, 14336, 128256),
     _shape("Llama-3.1-70B", 80, 8192, 64, 8, 28672, 128256),
+    _shape("Llama-3.1-405B", 126, 16384, 128, 8, 53248, 128256),
     _shape("Llama-2-7B", 32, 4096, 32, 32, 11008, 32000),
     _shape("Llama-2-13B", 40, 5120, 40, 40, 13824, 32000),
     _shape("Llama-2-70B", 80, 8192, 64, 8, 28672, 32000),
@@ -63,6 +64,8 @@ def find_model(name: str) -> ModelShape:
     path = Path(name).expanduser()
     if path.exists():
         return replace(read_shape(path), name=path.parent.name if path.is_file() else path.name)
+    if path.suffix == ".json" or name.startswith(("/", ".", "~")):
+        raise ConfigError([Problem("model", name, "there is no such file or folder", "correct the path")])
     key = name.rpartition("/")[2].lower().removesuffix("-instruct")
     if key in KNOWN_MODELS:
         return KNOWN_MODELS[key]

@@ -1,6 +1,6 @@
 """Bytes per GPU and host at every moment of a training step, and whether they fit."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rlhf_mp.phase import Phase
 from rlhf_mp.planner import activations, states
@@ -8,7 +8,7 @@ from rlhf_mp.planner.activations import ActivationPlan
 from rlhf_mp.planner.amount import GIB, Amount, amount, gib
 from rlhf_mp.planner.hardware import CONTEXT, FRAGMENTATION, USABLE
 from rlhf_mp.planner.inference import cache_pool, cache_tokens, engine_terms
-from rlhf_mp.planner.job import Job, MegatronLayout, ZeroLayout
+from rlhf_mp.planner.job import Job, MegatronLayout, TorchLayout, ZeroLayout
 from rlhf_mp.planner.model_shape import ModelShape
 from rlhf_mp.planner.term import Component, Role, Term, total
 
@@ -116,8 +116,8 @@ class _Step:
 
     def __init__(self, job: Job):
         self.job = job
-        self.width = job.precision.activations
         self.resident = self._trainer_states()
+        self.between = [t for t in self.resident if not _given_back(job, t)]  # outside of training
         engine = job.engine
         self.engine = engine_terms(job.model, engine, free_at_start(job)) if engine else []
         shares = engine is not None and not engine.on_own_gpus
@@ -129,7 +129,7 @@ class _Step:
         job = self.job
         found = []
         if job.engine:
-            found.append(Moment(Phase.rollout, "sampling", (self.resident if self.shares else []) + self.engine))
+            found.append(Moment(Phase.rollout, "sampling", (self.between if self.shares else []) + self.engine))
         if job.algorithm != "sft":
             found += self._scoring()
         found += self._training()
@@ -141,9 +141,13 @@ class _Step:
         job = self.job
         terms = actor_states(job)
         if job.critic:
-            terms += _trained(Role.critic, job.critic, job, job.critic.num_params_scalar_head)
+            terms += _trained(Role.critic, job.critic, job.of_critic, job.critic.num_params_scalar_head)
         frozen = amount(job.precision.weights, "bytes")
-        if job.reference:
+        if job.reference and isinstance(job.layout, MegatronLayout):
+            own = states.megatron_params(job.model, job.layout)
+            weights = Amount(job.precision.weights * own.value, f"{job.precision.weights:g} bytes x ({own.formula})")
+            terms += states.frozen_states(Role.reference, weights, 1, job.reference_offload)
+        elif job.reference:
             weights = frozen.times(job.model.num_params, "parameters")
             terms += states.frozen_states(Role.reference, weights, _shards(job), job.reference_offload)
         if job.reward_model:
@@ -155,32 +159,33 @@ class _Step:
         job = self.job
         found = []
 
-        def forward(name: str, role: Role, shape: ModelShape, with_logits: bool) -> None:
+        def forward(name: str, role: Role, shape: ModelShape, job: Job, with_logits: bool) -> None:
+            width = job.precision.activations
             plan = activations.scoring_activations(
-                shape, job.layout, job.batch, job.kernels, self.width, with_logits=with_logits
+                shape, job.layout, job.batch, job.kernels, width, with_logits=with_logits
             )
             gathered = states.gathered_weights(role, shape, job.layout, job.precision)
             found.append(
-                Moment(Phase.score, name, self.resident + self.beside + gathered + _activation_terms(role, plan))
+                Moment(Phase.score, name, self.between + self.beside + gathered + _activation_terms(role, plan))
             )
 
         if job.scores_old_policy:
-            forward("old log-probs", Role.actor, job.model, True)
+            forward("old log-probs", Role.actor, job.model, job, True)
         if job.reference:
-            forward("reference log-probs", Role.reference, job.model, True)
+            forward("reference log-probs", Role.reference, job.model, job, True)
         if job.critic:
-            forward("values", Role.critic, job.critic, False)
+            forward("values", Role.critic, job.critic, job.of_critic, False)
         if job.reward_model:
-            forward("reward model", Role.reward_model, job.reward_model, False)
+            forward("reward model", Role.reward_model, job.reward_model, job, False)
         return found
 
     def _training(self) -> list[Moment]:
         job = self.job
         found = []
 
-        def update(role: Role, shape: ModelShape, num_params: float, with_logits: bool) -> None:
+        def update(role: Role, shape: ModelShape, job: Job, num_params: float, with_logits: bool) -> None:
             base = self.resident + self.beside
-            plan = _backward(job, shape, self.width, with_logits)
+            plan = _backward(job, shape, job.precision.activations, with_logits)
             moving = states.gathered_weights(role, shape, job.layout, job.precision)
             if job.adapter is None or role is Role.critic:
                 moving = moving + states.whole_gradient(role, shape, job.layout, job.precision)
@@ -192,20 +197,24 @@ class _Step:
                 found.append(Moment(Phase.train, f"{role.value} step", base + step))
 
         trained = states.lora_params(job.model, job.adapter) if job.adapter else job.model.num_params
-        update(Role.actor, job.model, trained, True)
+        update(Role.actor, job.model, job, trained, True)
         if job.critic:
-            update(Role.critic, job.critic, job.critic.num_params_scalar_head, False)
+            update(Role.critic, job.critic, job.of_critic, job.critic.num_params_scalar_head, False)
         return found
 
     def _sync(self) -> Moment:
         job, shape = self.job, self.job.model
-        largest = amount(
-            max(job.bucket_bytes, shape.vocab * shape.hidden * job.engine.weight_bytes), "bytes of a bucket"
-        )
+        half, embedding = job.bucket_bytes / 2, shape.vocab * shape.hidden * job.engine.weight_bytes
+        largest = amount(half + max(half, embedding), "bytes of two buckets, one of them as large as the embedding")
         elements = min(shape.num_params, max(GATHER_ELEMENTS, shape.vocab * shape.hidden))
         gathered = amount(job.precision.weights, "bytes").times(elements, "elements gathered at once")
         moving = [Term(Role.actor, Component.sync_bucket, largest), Term(Role.actor, Component.gathered, gathered)]
-        return Moment(Phase.sync, "weight swap", self.resident + (self.during_sync if self.shares else []) + moving)
+        return Moment(Phase.sync, "weight swap", self.between + (self.during_sync if self.shares else []) + moving)
+
+
+def _given_back(job: Job, term: Term) -> bool:
+    """Plain torch's gradients end with the step (train/torch_engine.py); DeepSpeed and Megatron keep their buffers."""
+    return isinstance(job.layout, TorchLayout) and term.component is Component.gradients
 
 
 def actor_states(job: Job) -> list[Term]:
@@ -220,7 +229,8 @@ def actor_states(job: Job) -> list[Term]:
 
 def _trained(role: Role, shape: ModelShape, job: Job, num_params: float) -> list[Term]:
     if isinstance(job.layout, MegatronLayout):
-        return states.megatron_states(role, shape, job.layout)
+        one_table = replace(shape, tied=True) if role is Role.critic else shape  # its head is no second vocabulary
+        return states.megatron_states(role, one_table, job.layout, job.precision)
     kept = states.trained_states(role, num_params, job.layout, job.precision)
     return kept + states.reduce_bucket(role, job.layout, job.precision)
 
@@ -259,7 +269,7 @@ def _with_overheads(job: Job, moment: Moment) -> Moment:
         return moment
     context = amount(CONTEXT, "bytes a process").times(_processes(job), "processes")
     moving = sum(term.bytes for term in moment.terms if term.component in MOVING and not term.on_host)
-    lost = Amount(moving * FRAGMENTATION, f"{FRAGMENTATION:g} x {moving:.0f} bytes that come and go")
+    lost = Amount(moving * FRAGMENTATION, f"{FRAGMENTATION:g} x {moving:,.0f} bytes that come and go")
     extra = [
         Term(Role.process, Component.context, context),
         *([Term(Role.process, Component.fragmentation, lost)] if moving else []),

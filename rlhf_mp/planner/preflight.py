@@ -5,11 +5,12 @@ Imports neither torch nor a GPU library: nvidia-smi says what cards there are, /
 
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from rlhf_mp.config.schema import RunConfig
+from rlhf_mp.config.schema import MegatronConfig, ModelConfig, RunConfig, TrainedModel
 from rlhf_mp.errors import ConfigError, Problem
 from rlhf_mp.planner import job as planned
 from rlhf_mp.planner.amount import MIB, gib
@@ -19,7 +20,10 @@ from rlhf_mp.planner.plan import Plan, make_plan
 
 MODEL_KEY = "actor_rollout_ref.model.path"
 SKIP_KEY = "trainer.skip_plan"
-OFFLOAD = "actor_rollout_ref.actor.fsdp_config"
+CACHE_WIDTHS = {"fp8_e5m2": 1.0, "fp8_e4m3": 1.0, "bf16": 2.0, "bfloat16": 2.0, "fp4_e2m1": 0.5}
+"""Bytes an element, by SGLang's --kv-cache-dtype."""
+CHUNK_KEY = "actor_rollout_ref.model.logits_chunk_mb"
+LOGIT_BYTES = 4  # of a chunk's float32 logits
 
 
 @dataclass(frozen=True)
@@ -72,24 +76,16 @@ def job_of(config: RunConfig, machine: Machine) -> planned.Job:
     """
     policy, data, trainer = config.actor_rollout_ref, config.data, config.trainer
     actor, sequence = policy.actor, data.max_prompt_length + data.max_response_length
-    tokens = actor.ppo_max_token_len_per_gpu
-    if not actor.use_dynamic_bsz:
-        tokens = actor.ppo_micro_batch_size_per_gpu * sequence
-    model = policy.model
+    model, (of_actor, *of_critic) = policy.model, config.trained
+    shape = find_model(model.path)  # by its name, where it is not downloaded yet
     updates = data.train_batch_size // actor.ppo_mini_batch_size * actor.ppo_epochs
     return planned.Job(
-        model=find_model(model.path),  # by its name, where it is not downloaded yet
-        layout=_layout(config),
-        batch=planned.Batch(
-            # the longest sequences need what fits a micro-batch; a smaller mini-batch cannot fill it
-            tokens=min(tokens, _mini_batch_tokens(config, sequence)),
-            sequence=sequence,
-            recompute=_recompute(config),
-            activation_offload=model.enable_activation_offload,
-        ),
+        model=shape,
+        layout=_layout(of_actor, trainer.num_ranks),
+        batch=replace(_batch(of_actor, config, sequence), logit_tokens=_logit_tokens(of_actor, shape.vocab)),
         gpu=machine.gpu,
-        algorithm="grpo",
-        precision=_precision(config),
+        algorithm="ppo" if of_critic else "grpo",
+        precision=_precision(of_actor),
         reference=actor.use_kl_loss,
         reference_offload=policy.ref.fsdp_config.param_offload,
         scores_old_policy=updates > 1,
@@ -104,7 +100,43 @@ def job_of(config: RunConfig, machine: Machine) -> planned.Job:
             response_tokens=data.max_response_length,
             epochs=actor.ppo_epochs,
         ),
+        **_critic(config, sequence),
     )
+
+
+def _critic(config: RunConfig, sequence: int) -> dict[str, Any]:
+    """What a plan has of the critic, where there is one."""
+    if not config.critic.enable:
+        return {}
+    trained = config.trained[1]
+    return {
+        "critic": find_model(config.critic.model.path),
+        "critic_layout": _layout(trained, config.trainer.num_ranks),
+        "critic_batch": _batch(trained, config, sequence),
+        "critic_precision": _precision(trained),
+    }
+
+
+def _batch(trained: TrainedModel, config: RunConfig, sequence: int) -> planned.Batch:
+    updates = trained.updates
+    tokens = updates.ppo_max_token_len_per_gpu
+    if not config.actor_rollout_ref.actor.use_dynamic_bsz:
+        tokens = updates.ppo_micro_batch_size_per_gpu * sequence
+    return planned.Batch(
+        # the longest sequences need what fits a micro-batch; a smaller mini-batch cannot fill it
+        tokens=min(tokens, _mini_batch_tokens(config, sequence)),
+        sequence=sequence,
+        recompute=_recompute(trained),
+        activation_offload=trained.model.enable_activation_offload,
+    )
+
+
+def _logit_tokens(trained: TrainedModel, vocab: int) -> int | None:
+    """Positions whose float32 logits are one chunk."""
+    chunk, slices = trained.model.logits_chunk_mb * 10**6, 1
+    if trained.updates.strategy == "megatron":
+        slices = trained.updates.megatron.tensor_model_parallel_size
+    return max(1, chunk * slices // (LOGIT_BYTES * vocab)) if chunk else None
 
 
 def _mini_batch_tokens(config: RunConfig, sequence: int) -> int:
@@ -114,22 +146,24 @@ def _mini_batch_tokens(config: RunConfig, sequence: int) -> int:
     return prompts * n * sequence
 
 
-def _precision(config: RunConfig) -> planned.Precision:
-    half = config.actor_rollout_ref.model.dtype == "bfloat16"
-    if config.actor_rollout_ref.actor.strategy == "torch":
+def _precision(trained: TrainedModel) -> planned.Precision:
+    half = trained.model.dtype == "bfloat16"
+    if trained.updates.strategy == "torch":
         return planned.AUTOCAST if half else planned.FP32
+    if trained.updates.strategy == "megatron":
+        return planned.BF16_FP32_GRADS if half else planned.FP32
     return planned.BF16 if half else planned.FP32
 
 
-def _layout(config: RunConfig) -> planned.Layout:
-    actor = config.actor_rollout_ref.actor
-    if actor.strategy == "torch":
+def _layout(trained: TrainedModel, num_ranks: int) -> planned.Layout:
+    updates = trained.updates
+    if updates.strategy == "torch":
         return planned.TorchLayout()
-    if actor.strategy == "megatron":
-        return _megatron_layout(config)
-    own, offload = actor.deepspeed, actor.fsdp_config
+    if updates.strategy == "megatron":
+        return _megatron_layout(updates.megatron, num_ranks)
+    own, offload = updates.deepspeed, updates.fsdp_config
     return planned.ZeroLayout(
-        num_ranks=config.trainer.num_ranks,
+        num_ranks=num_ranks,
         stage=own.zero_stage,
         param_offload=offload.param_offload and own.zero_stage == 3,
         optimizer_offload=offload.optimizer_offload and own.zero_stage > 0,
@@ -138,10 +172,9 @@ def _layout(config: RunConfig) -> planned.Layout:
     )
 
 
-def _megatron_layout(config: RunConfig) -> planned.MegatronLayout:
-    own = config.actor_rollout_ref.actor.megatron
+def _megatron_layout(own: MegatronConfig, num_ranks: int) -> planned.MegatronLayout:
     return planned.MegatronLayout(
-        num_ranks=config.trainer.num_ranks,
+        num_ranks=num_ranks,
         tp=own.tensor_model_parallel_size,
         pp=own.pipeline_model_parallel_size,
         vpp=own.virtual_pipeline_model_parallel_size,
@@ -151,11 +184,10 @@ def _megatron_layout(config: RunConfig) -> planned.MegatronLayout:
     )
 
 
-def _recompute(config: RunConfig) -> planned.Recompute:
-    policy = config.actor_rollout_ref
-    if not policy.model.enable_gradient_checkpointing:
+def _recompute(trained: TrainedModel) -> planned.Recompute:
+    if not trained.model.enable_gradient_checkpointing:
         return "none"
-    return policy.actor.megatron.recompute if policy.actor.strategy == "megatron" else "full"
+    return trained.updates.megatron.recompute if trained.updates.strategy == "megatron" else "full"
 
 
 def _engine(config: RunConfig, sequence: int, *, on_gpu: bool) -> planned.Engine:
@@ -172,11 +204,27 @@ def _engine(config: RunConfig, sequence: int, *, on_gpu: bool) -> planned.Engine
         sequence=sequence,
         max_cache_tokens=slots,
         weight_bytes=width,
-        cache_bytes=width,
+        cache_bytes=_cache_width(rollout.engine_args, width),
         cuda_graphs=on_gpu and not rollout.enforce_eager,
         graph_batch=max(rollout.cudagraph_capture_sizes or [rollout.max_num_seqs]),
         prefill_tokens=rollout.max_num_batched_tokens,
     )
+
+
+def _cache_width(engine_args: dict[str, Any], of_weights: float) -> float:
+    """Bytes of a cached element.
+
+    Raises:
+        ConfigError: a type that SGLang knows and the planner does not.
+    """
+    if "kv_cache_dtype" not in engine_args:
+        return of_weights
+    chosen = engine_args["kv_cache_dtype"]
+    widths = CACHE_WIDTHS | {"auto": of_weights}
+    if chosen not in widths:
+        key = "actor_rollout_ref.rollout.engine_args.kv_cache_dtype"
+        raise ConfigError([Problem(key, chosen, "the planner does not know its size", f"one of {', '.join(widths)}")])
+    return widths[chosen]
 
 
 def plan_of(config: RunConfig, machine: Machine | None = None) -> Plan:
@@ -226,32 +274,62 @@ def nearest_fit(job: planned.Job) -> str | None:
 
 def _cheaper(job: planned.Job) -> Iterator[tuple[str, planned.Job]]:
     """Changes that save memory, one after the other, each on top of those before."""
-    if job.batch.recompute == "none":
-        job = replace(job, batch=replace(job.batch, recompute="full"))
-        yield "actor_rollout_ref.model.enable_gradient_checkpointing=true", job
-    while job.batch.tokens // 2 >= job.batch.sequence:
-        job = replace(job, batch=replace(job.batch, tokens=job.batch.tokens // 2))
-        yield f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={job.batch.tokens}", job
+    if job.batch.logit_tokens is None:
+        chunk_mb = ModelConfig().logits_chunk_mb
+        slices = job.layout.tp if isinstance(job.layout, planned.MegatronLayout) else 1
+        tokens = max(1, chunk_mb * 10**6 * slices // (LOGIT_BYTES * job.model.vocab))
+        job = replace(job, batch=replace(job.batch, logit_tokens=tokens))
+        yield f"{CHUNK_KEY}={chunk_mb}", job
+    models = (Section("actor_rollout_ref.actor", "actor_rollout_ref.model", "batch", "layout"),)
+    if job.critic:
+        models += (Section("critic", "critic.model", "critic_batch", "critic_layout"),)
+    for own in models:
+        batch = getattr(job, own.batch)
+        if batch.recompute == "none":
+            job = replace(job, **{own.batch: replace(batch, recompute="full")})
+            yield f"{own.model_key}.enable_gradient_checkpointing=true", job
+    for own in models:
+        batch = getattr(job, own.batch)
+        while batch.tokens // 2 >= batch.sequence:
+            batch = replace(batch, tokens=batch.tokens // 2)
+            job = replace(job, **{own.batch: batch})
+            yield f"{own.key}.ppo_max_token_len_per_gpu={batch.tokens}", job
     if job.engine and job.gpu:
         for fraction in (0.4, 0.3, 0.25):
             if fraction < job.engine.memory_fraction:
                 job = replace(job, engine=replace(job.engine, memory_fraction=fraction))
                 yield f"actor_rollout_ref.rollout.gpu_memory_utilization={fraction}", job
-    if isinstance(job.layout, planned.ZeroLayout) and job.gpu:
-        yield from _offloaded(job, job.layout)
+    yield from _offloaded(job, models)
 
 
-def _offloaded(job: planned.Job, layout: planned.ZeroLayout) -> Iterator[tuple[str, planned.Job]]:
-    if layout.stage < 3:
-        layout = replace(layout, stage=3)
-        job = replace(job, layout=layout)
-        yield "actor_rollout_ref.actor.deepspeed.zero_stage=3", job
-    if not layout.optimizer_offload:
-        layout = replace(layout, optimizer_offload=True)
-        job = replace(job, layout=layout)
-        yield f"{OFFLOAD}.optimizer_offload=true", job
-    if job.reference and not job.reference_offload:
+@dataclass(frozen=True)
+class Section:
+    """Where one trained model stands in a config, and in a job."""
+
+    key: str
+    model_key: str
+    batch: str
+    layout: str
+
+
+def _offloaded(job: planned.Job, models: Sequence[Section]) -> Iterator[tuple[str, planned.Job]]:
+    zero = [own for own in models if isinstance(getattr(job, own.layout), planned.ZeroLayout) and job.gpu]
+
+    def changed(own: Section, **layout: object) -> planned.Job:
+        return replace(job, **{own.layout: replace(getattr(job, own.layout), **layout)})
+
+    for own in zero:
+        if getattr(job, own.layout).stage < 3:
+            job = changed(own, stage=3)
+            yield f"{own.key}.deepspeed.zero_stage=3", job
+    for own in zero:
+        if not getattr(job, own.layout).optimizer_offload:
+            job = changed(own, optimizer_offload=True)
+            yield f"{own.key}.fsdp_config.optimizer_offload=true", job
+    if zero and job.reference and not job.reference_offload:
         job = replace(job, reference_offload=True)
         yield "actor_rollout_ref.ref.fsdp_config.param_offload=true", job
-    if not layout.param_offload:
-        yield f"{OFFLOAD}.param_offload=true", replace(job, layout=replace(layout, param_offload=True))
+    for own in zero:
+        if not getattr(job, own.layout).param_offload:
+            job = changed(own, param_offload=True)
+            yield f"{own.key}.fsdp_config.param_offload=true", job

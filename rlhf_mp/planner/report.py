@@ -4,10 +4,12 @@ from typing import Any
 
 from rlhf_mp.phase import Phase
 from rlhf_mp.planner.amount import GB, GIB, MIB
+from rlhf_mp.planner.engine_share import safe_shares
 from rlhf_mp.planner.hardware import USABLE
+from rlhf_mp.planner.inference import cache_bytes_per_token
 from rlhf_mp.planner.job import Job
 from rlhf_mp.planner.plan import Moment, Plan, node_bytes
-from rlhf_mp.planner.term import Term
+from rlhf_mp.planner.term import Term, total
 
 
 def describe(plan: Plan) -> str:
@@ -48,9 +50,9 @@ def headline(job: Job) -> str:
 
 def verdict(plan: Plan) -> list[str]:
     """One line that it fits, or one per reason why not."""
-    if plan.problems:
-        return [f"does not fit: {problem}" for problem in plan.problems]
     job = plan.job
+    if plan.problems:
+        return [f"does not fit: {problem}" for problem in plan.problems] + _engine_share(job)
     lines = [f"fullest: {plan.worst.phase.value} ({plan.worst.name}), {plan.peak / GIB:.2f} GiB"]
     if job.gpu:
         lines[0] += f" of {plan.limit / GIB:.2f} GiB usable ({USABLE:.0%} of the card): fits"
@@ -60,21 +62,55 @@ def verdict(plan: Plan) -> list[str]:
     if plan.cache_tokens is not None and plan.cache_tokens != float("inf"):
         whole = plan.cache_tokens / job.engine.sequence
         lines.append(f"KV cache: {plan.cache_tokens:,.0f} tokens an engine, {whole:,.0f} sequences of full length")
+        lines += _cache_wanted(job) + _engine_share(job)
     return lines
 
 
+def _engine_share(job: Job) -> list[str]:
+    if job.gpu is None or job.engine is None:
+        return []
+    shares = safe_shares(job)
+    if shares is None:
+        return ["gpu_memory_utilization: no value makes it fit"]
+    return [
+        f"gpu_memory_utilization: {shares[0]:.2f} to {shares[1]:.2f} fit, {job.engine.memory_fraction:.2f} is asked"
+    ]
+
+
+def _cache_wanted(job: Job) -> list[str]:
+    """What a step's responses would take if all were sampled at once: it grows with the responses per prompt."""
+    if job.workload is None:
+        return []
+    each = cache_bytes_per_token(job.model, job.engine.tp, job.engine.cache_bytes).value * job.engine.sequence
+    share = job.workload.num_sequences / job.engine.num_engines
+    at_once = min(share, job.engine.max_sequences)
+    return [
+        f"cache wanted: {each * at_once / GIB:.2f} GiB a GPU for the {at_once:,.0f} sequences an engine takes at once, "
+        f"of its {share:,.0f} a step ({job.workload.prompts:,} prompts x {job.workload.responses})"
+    ]
+
+
 def explain(plan: Plan) -> str:
-    """Every term of every moment with its formula and its numbers."""
-    lines = [headline(plan.job)]
+    """Every term with its formula and its numbers: what is there all along once, then what each moment adds."""
+    first, *others = plan.moments
+    kept = [term for term in first.terms if all(term in moment.terms for moment in others)]
+    lines = [headline(plan.job), f"\nall along, {_sizes(kept)}", *map(_line, kept)]
     for moment in plan.moments:
-        sizes = f"{moment.gpu_bytes / GIB:.3f} GiB a GPU, {moment.host_bytes / GIB:.3f} GiB of host memory a rank"
-        lines.append(f"\n{moment.phase.value}: {moment.name}, {sizes}")
-        lines += [f"  {_where(t):<4} {t.bytes / MIB:>11,.1f} MiB  {t.label} = {t.amount.formula}" for t in moment.terms]
+        own = [term for term in moment.terms if term not in kept]
+        lines.append(f"\n{moment.phase.value}: {moment.name}, {_sizes(moment.terms)}" + (" with:" if own else ""))
+        lines += map(_line, own)
     return "\n".join([*lines, "", *verdict(plan)])
 
 
-def _where(term: Term) -> str:
-    return "host" if term.on_host else "GPU"
+def _sizes(terms: list[Term]) -> str:
+    on_gpu, on_host = total(terms, on_host=False), total(terms, on_host=True)
+    gpu = f"{on_gpu / GIB:.3f} GiB a GPU, " if on_gpu else ""
+    return f"{gpu}{on_host / GIB:.3f} GiB of host memory a rank"
+
+
+def _line(term: Term) -> str:
+    place = "host" if term.on_host else "GPU"
+    return f"  {place:<4} {term.bytes / MIB:>11,.1f} MiB  {term.label} = {term.amount.formula}"
 
 
 def as_json(plan: Plan) -> dict[str, Any]:

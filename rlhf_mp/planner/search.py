@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from rlhf_mp.errors import ConfigError, Problem
-from rlhf_mp.planner.hardware import Gpu
+from rlhf_mp.planner.hardware import NETWORK_RATE, Gpu
 from rlhf_mp.planner.job import (
     BF16,
     BF16_FP32_GRADS,
@@ -19,6 +19,7 @@ from rlhf_mp.planner.job import (
     MegatronLayout,
     Workload,
     ZeroLayout,
+    with_optimizer,
 )
 from rlhf_mp.planner.model_shape import ModelShape
 from rlhf_mp.planner.plan import Plan, make_plan
@@ -45,6 +46,10 @@ class Question:
     tp: int | None = None  # of Megatron; None: tried
     pp: int | None = None
     rollout_tp: int | None = None
+    optimizer: str = "adamw"
+    network_rate: float = NETWORK_RATE
+    reward_model: ModelShape | None = None
+    price: float | None = None  # of a GPU and hour, in whatever currency
 
 
 @dataclass(frozen=True)
@@ -63,10 +68,31 @@ class Refused:
 
 def question_problems(question: Question) -> Iterator[Problem]:
     """Numbers that no layout can satisfy, with the nearest that one can."""
-    shape, gpus = question.model, question.num_gpus
-    if gpus < 1:
-        yield Problem("--num-gpus", gpus, "nothing runs on no GPU", "--num-gpus 1 or more")
+    shape, gpus, load = question.model, question.num_gpus, question.workload
+    least_one = {
+        "--num-gpus": (gpus, "nothing runs on no GPU"),
+        "--gpus-per-node": (question.gpus_per_node, "a machine without GPUs"),
+        "--prompts": (load.prompts, "a step without prompts"),
+        "--responses": (load.responses, "a step without responses"),
+        "--prompt-tokens": (load.prompt_tokens, "a prompt without tokens"),
+        "--response-tokens": (load.response_tokens, "a response without tokens"),
+    }
+    bad = [Problem(key, n, reason, f"{key} 1 or more") for key, (n, reason) in least_one.items() if n < 1]
+    if bad:
+        yield from bad
         return
+    for key, rate in (("--network-gbit", question.network_rate), ("--price-per-gpu-hour", question.price)):
+        if rate is not None and rate <= 0:
+            yield Problem(key, rate, "is not above 0", f"leave {key} out")
+    if "megatron" not in question.backends:
+        for key, value in (("--tp", question.tp), ("--pp", question.pp)):
+            if value is not None:
+                yield Problem(key, value, "is Megatron's; DeepSpeed shares by ZeRO", "--backend megatron, or leave it")
+    length = load.prompt_tokens + load.response_tokens
+    if shape.max_context and length > shape.max_context:
+        reason = f"with the prompt {length:,} tokens, more than {shape.name}'s {shape.max_context:,}"
+        fix = f"--response-tokens {max(1, shape.max_context - load.prompt_tokens)}"
+        yield Problem("--response-tokens", load.response_tokens, reason, fix)
     if gpus > question.gpus_per_node and gpus % question.gpus_per_node:
         whole = max(1, round(gpus / question.gpus_per_node)) * question.gpus_per_node
         reason = f"is not a whole number of machines with {question.gpus_per_node} GPUs"
@@ -142,12 +168,14 @@ def _variants(question: Question, layout: Layout) -> Iterator[Job]:
         batch=Batch(tokens=sequence, sequence=sequence),
         gpu=question.gpu,
         algorithm=question.algorithm,
-        precision=BF16_FP32_GRADS if megatron else BF16,
+        precision=with_optimizer(BF16_FP32_GRADS if megatron else BF16, question.optimizer),
         kernels=FUSED if megatron else EAGER,
         reference=question.algorithm != "sft",
         critic=question.model if question.algorithm == "ppo" else None,
+        reward_model=question.reward_model,
         host_memory=question.host_memory,
         ranks_per_node=question.gpus_per_node,
+        network_rate=question.network_rate,
     )
     tokens = [count for count in TOKENS if count >= sequence] or [sequence]
     for count, recompute in product(tokens, ("full", "none")):

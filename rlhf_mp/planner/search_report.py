@@ -22,8 +22,11 @@ def describe_search(question: Question, found: list[Found], refused: list[Refuse
     ]
     if found:
         columns = f"{'peak GiB':>10}{'host GiB':>10}{'s a step':>10}{'tok/s':>9}{'MFU':>6}"
-        lines.append(f"{'layout':<46}{'batch':>16}{'engine':>14}{columns}")
-        lines += [_row(candidate) for candidate in found[:SHOWN]]
+        priced = f"{'a step':>10}{'1e9 tokens':>12}" if question.price else ""
+        lines.append(f"{'layout':<46}{'batch':>16}{'engine':>14}{columns}{priced}")
+        lines += [_row(candidate) + _cost_cells(candidate, question.price) for candidate in found[:SHOWN]]
+        if question.price:
+            lines.append(f"Costs at {question.price:g} a GPU and hour, in that currency.")
         lines.append("Peak per GPU, host memory per machine. Seconds are a roofline's, to order layouts; not measured.")
     else:
         lines.append("nothing fits")
@@ -44,7 +47,19 @@ def _row(candidate: Found) -> str:
     )
 
 
-def search_json(found: list[Found], refused: list[Refused]) -> dict[str, Any]:
+def cost_of_step(candidate: Found, price: float) -> float:
+    """All GPUs for the seconds of a step, at ``price`` a GPU and hour."""
+    return candidate.time.total / 3600 * candidate.time.num_gpus * price
+
+
+def _cost_cells(candidate: Found, price: float | None) -> str:
+    if price is None:
+        return ""
+    step = cost_of_step(candidate, price)
+    return f"{step:>10.3g}{step / candidate.time.num_tokens * 1e9:>12,.0f}"
+
+
+def search_json(question: Question, found: list[Found], refused: list[Refused]) -> dict[str, Any]:
     return {
         "found": [
             as_json(candidate.plan)
@@ -52,6 +67,7 @@ def search_json(found: list[Found], refused: list[Refused]) -> dict[str, Any]:
                 "seconds": {phase.value: candidate.time.seconds[phase] for phase in Phase},
                 "tokens_per_second": candidate.time.tokens_per_second,
                 "train_mfu": candidate.time.train_mfu,
+                "cost_per_step": question.price and cost_of_step(candidate, question.price),
             }
             for candidate in found
         ],

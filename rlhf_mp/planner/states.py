@@ -1,5 +1,7 @@
 """What a rank keeps of a model between steps: weights, gradients, master weights, moments, on GPU and host."""
 
+import math
+
 from rlhf_mp.planner.amount import Amount, amount, larger, smaller
 from rlhf_mp.planner.job import BF16_FP32_GRADS, Adapter, Layout, MegatronLayout, Precision, TorchLayout, ZeroLayout
 from rlhf_mp.planner.model_shape import ModelShape
@@ -95,15 +97,22 @@ def megatron_params(shape: ModelShape, layout: MegatronLayout, *, vocab: int | N
     )
 
 
-def padded_vocab(vocab: int, tp: int, multiple: int = 128) -> int:
-    """Rounded up to what Megatron can split evenly."""
-    step = multiple * tp
-    return -(-vocab // step) * step
+def padded_vocab(vocab: int, tp: int) -> int:
+    """Rounded up as train/megatron_bridge.py does: to 128, and so that tensor parallelism splits it evenly."""
+    multiple = math.lcm(128, tp)
+    return -(-vocab // multiple) * multiple
 
 
-def megatron_states(role: Role, shape: ModelShape, layout: MegatronLayout, *, vocab: int | None = None) -> list[Term]:
-    """18 bytes per parameter of the rank, or 6 + 12 / (dp x cp) with the distributed optimizer."""
-    params, precision = megatron_params(shape, layout, vocab=vocab), BF16_FP32_GRADS
+def megatron_states(
+    role: Role,
+    shape: ModelShape,
+    layout: MegatronLayout,
+    precision: Precision = BF16_FP32_GRADS,
+    *,
+    vocab: int | None = None,
+) -> list[Term]:
+    """In bfloat16 18 bytes per parameter of the rank, or 6 + 12 / (dp x cp) with the distributed optimizer."""
+    params = megatron_params(shape, layout, vocab=vocab)
     shards = layout.dp * layout.cp if layout.distributed_optimizer else 1
 
     def each(bytes_each: float, shards: int = 1) -> Amount:
@@ -111,12 +120,13 @@ def megatron_states(role: Role, shape: ModelShape, layout: MegatronLayout, *, vo
             shards, "data-parallel ranks"
         )
 
-    return [
+    terms = [
         Term(role, Component.weights, each(precision.weights)),
         Term(role, Component.gradients, each(precision.gradients)),
         Term(role, Component.master, each(precision.master, shards), layout.optimizer_offload),
         Term(role, Component.optimizer, each(precision.moments, shards), layout.optimizer_offload),
     ]
+    return [term for term in terms if term.bytes]  # float32 weights are their own master copy
 
 
 def frozen_states(role: Role, weights: Amount, num_ranks: int, offload: bool) -> list[Term]:

@@ -6,7 +6,6 @@ The efficiencies are priors. They order layouts; for a promise, measure.
 from dataclasses import dataclass
 
 from rlhf_mp.phase import Phase
-from rlhf_mp.planner.hardware import NETWORK_RATE
 from rlhf_mp.planner.inference import cache_bytes_per_token, engine_weights
 from rlhf_mp.planner.job import Engine, Job, MegatronLayout, Recompute, Workload, ZeroLayout
 from rlhf_mp.planner.model_shape import ModelShape
@@ -112,7 +111,8 @@ def _step_seconds(job: Job) -> float:
 
 def _link_rate(job: Job) -> float:
     """Of the slowest link between ranks."""
-    return job.gpu.peer_rate if job.layout.num_ranks <= job.ranks_per_node else min(job.gpu.peer_rate, NETWORK_RATE)
+    in_one_machine = job.layout.num_ranks <= job.ranks_per_node
+    return job.gpu.peer_rate if in_one_machine else min(job.gpu.peer_rate, job.network_rate)
 
 
 def _rollout_seconds(job: Job, engine: Engine, workload: Workload, cache_tokens: float | None) -> float:

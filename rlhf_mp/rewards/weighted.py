@@ -20,7 +20,7 @@ Sums = dict[str, tuple[float, float]]  # as data.types.Sums, which would import 
 
 
 @dataclass(frozen=True)
-class Judged:
+class Worth:
     """One response's worth."""
 
     reward: float
@@ -64,14 +64,14 @@ class WeightedReward:
                     f"known: {', '.join(sorted(served))}; add it to the sources of a term in reward.terms"
                 )
 
-    async def score(self, prompt: Prompt, responses: Sequence[Response]) -> list[Judged]:
+    async def score(self, prompt: Prompt, responses: Sequence[Response]) -> list[Worth]:
         """Worth of each response of a group."""
         terms = [(t, r) for t, r in self._terms if not t.sources or prompt.source in t.sources]
         columns = await asyncio.gather(*(self._term_scores(t, r, prompt, responses) for t, r in terms))
         judged = []
         for scores in zip(*columns, strict=True):
             total = math.fsum(term.weight * score for (term, _), score in zip(terms, scores, strict=True))
-            judged.append(Judged(total, {term.label: score for (term, _), score in zip(terms, scores, strict=True)}))
+            judged.append(Worth(total, {term.label: score for (term, _), score in zip(terms, scores, strict=True)}))
         if prompt.source:
             add(self._sources, f"reward/{prompt.source}/mean", sum(j.reward for j in judged), len(judged))
             add(self._sources, f"reward/{prompt.source}/solved", sum(j.reward >= 1.0 for j in judged), len(judged))

@@ -43,7 +43,7 @@ class Worker:
     Args:
         prepare: importable; makes the work in the new process, where importing may take seconds.
         timeout_s: for one call.
-        memory_mb: address space of the process.
+        memory_mb: address space of the process, beyond what it has once the work is prepared.
     """
 
     def __init__(self, prepare: Callable[..., Work], arguments: tuple, *, timeout_s: float, memory_mb: int):
@@ -133,7 +133,8 @@ def serve(connection: Connection, prepare: Callable, arguments: tuple, timeout_s
     except Exception as error:
         connection.send((False, describe(error)))
         return
-    resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20, memory_mb << 20))
+    allowed = address_space() + (memory_mb << 20)
+    resource.setrlimit(resource.RLIMIT_AS, (allowed, allowed))
     connection.send((True, ""))
     while True:
         try:
@@ -151,6 +152,12 @@ def serve(connection: Connection, prepare: Callable, arguments: tuple, timeout_s
             os._exit(0)
         signal.setitimer(signal.ITIMER_REAL, 0)
         connection.send(answer)
+
+
+def address_space() -> int:
+    """Bytes of this process's, see proc_pid_statm(5)."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[0]) * resource.getpagesize()
 
 
 def describe(error: BaseException) -> str:

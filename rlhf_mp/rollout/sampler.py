@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 from rlhf_mp.data.prompts import Prompt
 from rlhf_mp.data.types import Trajectory
 from rlhf_mp.rewards.base import Response
-from rlhf_mp.rewards.weighted import Judged
+from rlhf_mp.rewards.weighted import Worth
 from rlhf_mp.rollout.base import RolloutEngine, SamplingParams
 from rlhf_mp.rollout.episodes import Episode, Episodes
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 class Judge(Protocol):
     """What is used of the run's reward."""
 
-    async def score(self, prompt: Prompt, responses: Sequence[Response]) -> list[Judged]: ...
+    async def score(self, prompt: Prompt, responses: Sequence[Response]) -> list[Worth]: ...
 
 
 class Decoder(Protocol):

@@ -5,6 +5,7 @@
 3. Every request samples from its own seed: SGLang does that only together with its deterministic kernels, which not
    every attention backend has. The same prompt and seed give the same tokens whatever else is in the batch, up to
    rounding of the logits.
+4. On CPU, attention of a decode step for many sequences at once (``batched_attention.py``).
 """
 
 import os
@@ -23,6 +24,7 @@ def install() -> None:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    from rlhf_mp.rollout import batched_attention
     from rlhf_mp.weights.receiver import Receiver
 
     receiver = Receiver()
@@ -39,6 +41,8 @@ def install() -> None:
         HookType.AFTER,
     )
     HookRegistry.register("sglang.srt.layers.sampler.multinomial_with_seed", draw_on_cpu, around)
+    backend = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
+    HookRegistry.register(f"{backend}._run_sdpa_forward_decode", batched_attention.decode, around)
 
 
 def watch(receiver: Any) -> Callable:

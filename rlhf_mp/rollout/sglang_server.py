@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -124,6 +125,14 @@ def free_port() -> int:
             return port
 
 
+def private_file(content: dict[str, str]) -> Path:
+    """A YAML file that only this user can read: what is on a command line, everybody on the machine can."""
+    handle, name = tempfile.mkstemp(suffix=".yaml")  # TMPDIR is the job's folder, which goes with the job
+    with os.fdopen(handle, "w") as out:
+        json.dump(content, out)
+    return Path(name)
+
+
 def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -136,8 +145,9 @@ class SGLangServer:
         self.log_file = log_file
         self.address = Address(f"http://{host}:{free_port()}", secrets.token_hex(16))
         port = self.address.url.rsplit(":", 1)[1]
+        self._keys = private_file({"api-key": self.address.key, "admin-api-key": self.address.key})
         command = [sys.executable, "-m", "sglang.launch_server", *server_arguments(plan, rollout, context)]
-        command += ["--host", host, "--port", port, "--api-key", self.address.key, "--admin-api-key", self.address.key]
+        command += ["--host", host, "--port", port, "--config", str(self._keys)]
         environment = server_environment(plan, rollout.tensor_model_parallel_size, dict(os.environ))
         log_file.parent.mkdir(parents=True, exist_ok=True)
         with log_file.open("ab") as log:
@@ -164,6 +174,7 @@ class SGLangServer:
                 key = "actor_rollout_ref.rollout.startup_timeout_s"
                 raise EngineError(self.name, f"not up after {timeout_s:g} s ({key})", self.log_tail())
             time.sleep(0.2)
+        self._keys.unlink(missing_ok=True)
 
     def _answers(self) -> bool:
         request = urllib.request.Request(

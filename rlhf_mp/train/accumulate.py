@@ -5,11 +5,10 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 
 from rlhf_mp.data.types import LossFn, Sums, TokenBatch, Totals
-from rlhf_mp.models.logprobs import policy_output
+from rlhf_mp.models.heads import Head
 
 
 @dataclass(frozen=True)
@@ -17,9 +16,8 @@ class ForwardSettings:
     """How a backend runs its module."""
 
     device: torch.device
-    temperature: float  # log-probs are of the distribution that is sampled from
-    entropy_grad: bool  # False saves the backward pass through the entropy when no loss uses it
-    offload_activations: bool
+    head: Head
+    offload_activations: bool = False
     autocast: torch.dtype | None = None  # compute type when the module holds float32 weights but trains in less
 
     def around_forward(self) -> AbstractContextManager:
@@ -34,16 +32,14 @@ class ForwardSettings:
 
 
 @torch.no_grad()
-def score(
-    module: nn.Module, micro_batches: Sequence[TokenBatch], settings: ForwardSettings
-) -> list[Float[Tensor, "B T"]]:
-    """Log-probs where the mask is 1, 0 elsewhere, on CPU."""
+def score(module: nn.Module, micro_batches: Sequence[TokenBatch], settings: ForwardSettings) -> list[Tensor]:
+    """What the model's head says of each micro-batch, on CPU."""
     results = []
     for batch in micro_batches:
         batch = batch.to(settings.device)
         with settings.around_forward():
-            output = policy_output(module, batch, temperature=settings.temperature, entropy_grad=False)
-        results.append((output.logprobs * batch.mask).cpu())
+            output = settings.head.forward(module, batch)
+        results.append(settings.head.score(output, batch).cpu())
     return results
 
 
@@ -59,7 +55,7 @@ def losses(
     for batch in micro_batches:
         batch = batch.to(settings.device)
         with settings.around_training(), settings.around_forward():
-            output = policy_output(module, batch, temperature=settings.temperature, entropy_grad=settings.entropy_grad)
+            output = settings.head.forward(module, batch)
             loss, metrics = loss_fn(output, batch, totals)
         add(metrics)
         yield loss

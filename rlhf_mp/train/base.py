@@ -1,14 +1,14 @@
 """What a training backend must do. TorchEngine is the smallest thing that does it, and the oracle for the others."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from jaxtyping import Float
 from torch import Tensor
 
 from rlhf_mp.data.types import LossFn, Sums, TokenBatch, Totals
+from rlhf_mp.planner.term import Component
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,28 @@ class Scorer(Protocol):
 
     layout: ParallelLayout
 
-    def score(self, micro_batches: Sequence[TokenBatch]) -> list[Float[Tensor, "B T"]]:
-        """Log-probs of each micro-batch's tokens, without gradient, on CPU, 0 at t = 0 and on padding."""
+    def score(self, micro_batches: Sequence[TokenBatch]) -> list[Tensor]:
+        """What the model's head says of each micro-batch, without gradient, on CPU.
+
+        Returns:
+            Log-probs of a policy and values of a critic: [B T], 0 at t = 0 and on padding; rewards of a reward
+            model: [B].
+        """
+        ...
+
+    def tensors(self) -> Iterator[tuple[Component, Tensor]]:
+        """What this rank holds now, by component, to be counted by storage. Not collective."""
         ...
 
 
+def unobserved(micro_batches: Sequence[TokenBatch]) -> None:
+    """Nobody looks."""
+
+
 class TrainEngine(Scorer, Protocol):
+    before_step: Callable[[Sequence[TokenBatch]], None]
+    """Called in ``train_step`` when the gradients are whole, with its micro-batches; ``unobserved`` unless set."""
+
     def train_step(self, micro_batches: Sequence[TokenBatch], totals: Totals, loss_fn: LossFn) -> Sums:
         """Forward and backward over ``micro_batches``, then exactly one optimizer step.
 

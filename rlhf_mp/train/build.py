@@ -5,78 +5,128 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from rlhf_mp.config.schema import RunConfig
-from rlhf_mp.models.hf import DTYPES, load_causal_lm
+from rlhf_mp.config.schema import ModelConfig, OffloadConfig, RunConfig, TrainedConfig
+from rlhf_mp.models.heads import Head, PolicyHead, ValueHead
+from rlhf_mp.models.hf import DTYPES
 from rlhf_mp.train.accumulate import ForwardSettings
-from rlhf_mp.train.base import Scorer, TrainEngine
+from rlhf_mp.train.base import ParallelLayout, Scorer, TrainEngine
 
 
-def forward_settings(config: RunConfig, device: torch.device) -> ForwardSettings:
-    policy = config.actor_rollout_ref
-    mixed = policy.actor.strategy == "torch" and policy.model.dtype != "float32"
+def forward_settings(model: ModelConfig, trained: TrainedConfig, head: Head, device: torch.device) -> ForwardSettings:
+    mixed = trained.strategy == "torch" and model.dtype != "float32"
     return ForwardSettings(
         device=device,
-        temperature=policy.rollout.temperature,
-        entropy_grad=policy.actor.entropy_coeff > 0,
-        offload_activations=policy.model.enable_activation_offload,
-        autocast=DTYPES[policy.model.dtype] if mixed else None,
+        head=head,
+        offload_activations=model.enable_activation_offload,
+        autocast=DTYPES[model.dtype] if mixed else None,
     )
 
 
-def model_builder(config: RunConfig, *, trained: bool) -> Callable[[], nn.Module]:
-    model = config.actor_rollout_ref.model
+def model_builder(
+    model: ModelConfig, strategy: str, head: Head, *, checkpointing: bool = False
+) -> Callable[[], nn.Module]:
     # The torch backend keeps float32 weights and computes in less; DeepSpeed keeps its own float32 copy.
-    weights = "float32" if config.actor_rollout_ref.actor.strategy == "torch" else model.dtype
+    weights = "float32" if strategy == "torch" else model.dtype
 
     def build() -> nn.Module:
-        module = load_causal_lm(model.path, DTYPES[weights], trust_remote_code=model.trust_remote_code)
-        if trained and model.enable_gradient_checkpointing:
+        module = head.load(model.path, DTYPES[weights], trust_remote_code=model.trust_remote_code)
+        if checkpointing:
             module.gradient_checkpointing_enable({"use_reentrant": False})
         return module
 
     return build
 
 
-def make_actor(config: RunConfig, device: torch.device, num_updates: int) -> TrainEngine:
-    policy = config.actor_rollout_ref
-    settings, build = forward_settings(config, device), model_builder(config, trained=True)
-    if policy.actor.strategy == "megatron":
+def make_engine(
+    model: ModelConfig,
+    trained: TrainedConfig,
+    head: Head,
+    device: torch.device,
+    num_updates: int,
+    layout: ParallelLayout | None = None,
+) -> TrainEngine:
+    """A model to be trained, on the backend ``trained.strategy``.
+
+    Args:
+        layout: who gets the same data, where another model's backend decides it.
+    """
+    settings = forward_settings(model, trained, head, device)
+    build = model_builder(model, trained.strategy, head, checkpointing=model.enable_gradient_checkpointing)
+    if trained.strategy == "megatron":
         from rlhf_mp.train.megatron_engine import MegatronEngine
 
-        return MegatronEngine(policy.model, settings, policy.actor, num_updates)
-    if policy.actor.strategy == "torch":
+        return MegatronEngine(model, settings, trained, num_updates)
+    if trained.strategy == "torch":
         from rlhf_mp.train.torch_engine import TorchEngine
 
-        return TorchEngine(build(), settings, policy.actor, num_updates)
+        return TorchEngine(build(), settings, trained, num_updates)
     from rlhf_mp.train.deepspeed_engine import DeepSpeedEngine
 
-    return DeepSpeedEngine(build, settings, policy.actor, num_updates, policy.model.dtype)
+    return DeepSpeedEngine(build, settings, trained, num_updates, model.dtype, layout)
 
 
-def make_reference(config: RunConfig, device: torch.device) -> Scorer:
-    policy = config.actor_rollout_ref
-    settings, build = forward_settings(config, device), model_builder(config, trained=False)
-    if policy.actor.strategy == "megatron":
+def make_scorer(
+    model: ModelConfig, like: TrainedConfig, offload: OffloadConfig, head: Head, device: torch.device
+) -> Scorer:
+    """A frozen model, on the backend and in the layout of the trained one ``like``.
+
+    Args:
+        offload: where DeepSpeed keeps its weights.
+    """
+    settings, build = forward_settings(model, like, head, device), model_builder(model, like.strategy, head)
+    if like.strategy == "megatron":
         from rlhf_mp.train.megatron_engine import MegatronScorer
 
-        return MegatronScorer(policy.model, settings, policy.actor.megatron)
-    if policy.actor.strategy == "torch":
+        return MegatronScorer(model, settings, like.megatron)
+    if like.strategy == "torch":
         from rlhf_mp.train.torch_engine import TorchScorer
 
         return TorchScorer(build(), settings)
     from rlhf_mp.train.deepspeed_engine import DeepSpeedScorer
 
-    return DeepSpeedScorer(build, settings, policy.actor, policy.ref.fsdp_config, policy.model.dtype)
+    return DeepSpeedScorer(build, settings, like, offload, model.dtype)
+
+
+def policy_head(config: RunConfig) -> PolicyHead:
+    policy = config.actor_rollout_ref
+    return PolicyHead(
+        policy.rollout.temperature,
+        entropy_grad=policy.actor.entropy_coeff > 0,
+        logits_chunk_bytes=policy.model.logits_chunk_mb * 10**6,
+        packed=policy.model.use_remove_padding,
+    )
+
+
+def make_actor(config: RunConfig, device: torch.device, num_updates: int) -> TrainEngine:
+    policy = config.actor_rollout_ref
+    return make_engine(policy.model, policy.actor, policy_head(config), device, num_updates, common_layout(config))
+
+
+def make_critic(config: RunConfig, device: torch.device, num_updates: int) -> TrainEngine:
+    critic = config.critic
+    head = ValueHead(packed=critic.model.use_remove_padding)
+    return make_engine(critic.model, critic, head, device, num_updates, common_layout(config))
+
+
+def common_layout(config: RunConfig) -> ParallelLayout | None:
+    """Megatron's, for the models of other backends beside it: its ranks that share a model get the same data."""
+    for trained in config.trained:
+        if trained.updates.strategy == "megatron":
+            from rlhf_mp.train.megatron_engine import join_model_parallel
+
+            return join_model_parallel(trained.updates.megatron)
+    return None
+
+
+def make_reference(config: RunConfig, device: torch.device) -> Scorer:
+    policy = config.actor_rollout_ref
+    return make_scorer(policy.model, policy.actor, policy.ref.fsdp_config, policy_head(config), device)
 
 
 def join_ranks(config: RunConfig, device: torch.device) -> None:
     """Form the process group of the trainers."""
-    strategy = config.actor_rollout_ref.actor.strategy
-    if strategy == "deepspeed":
-        from rlhf_mp.train.deepspeed_engine import init_distributed
-
-        init_distributed()
-    elif strategy == "megatron":
+    strategies = {trained.updates.strategy for trained in config.trained}
+    if "megatron" in strategies:
         if device.type == "cpu":
             from rlhf_mp.train.megatron_cpu import install
 
@@ -84,3 +134,7 @@ def join_ranks(config: RunConfig, device: torch.device) -> None:
         from rlhf_mp.train.megatron_engine import init_distributed
 
         init_distributed(device)
+    if "deepspeed" in strategies:
+        from rlhf_mp.train.deepspeed_engine import init_distributed
+
+        init_distributed()  # joins a process group that is there already

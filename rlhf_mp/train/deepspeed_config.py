@@ -2,41 +2,41 @@
 
 from typing import Any
 
-from rlhf_mp.config.schema import ActorConfig, OffloadConfig
+from rlhf_mp.config.schema import OffloadConfig, TrainedConfig
 
 
-def train_config(actor: ActorConfig, *, dtype: str, on_cpu: bool) -> dict[str, Any]:
-    """For the actor: optimizer, offload and ZeRO stage.
+def train_config(trained: TrainedConfig, *, dtype: str, on_cpu: bool) -> dict[str, Any]:
+    """For a model that is trained: optimizer, offload and ZeRO stage.
 
     One of our optimizer steps is one of DeepSpeed's: the engine sets the accumulation boundary itself, because
     steps have different numbers of micro-batches.
     """
-    optim = actor.optim
-    offload = actor.fsdp_config.optimizer_offload
+    optim = trained.optim
+    offload = trained.fsdp_config.optimizer_offload
     optimizer = {"lr": optim.lr, "betas": list(optim.betas), "eps": optim.eps, "weight_decay": optim.weight_decay}
     if on_cpu and not offload:
         # DeepSpeed's "fused" Adam on CPU recomputes its bias correction after a restart and drifts; torch's does not.
         optimizer["torch_adam"] = True
     return {
         **_common(dtype),
-        "zero_optimization": zero_section(actor, actor.fsdp_config),
+        "zero_optimization": zero_section(trained, trained.fsdp_config),
         "optimizer": {"type": "AdamW", "params": optimizer},
-        "gradient_clipping": actor.grad_clip,  # explicit: DeepSpeed's own default is 1.0, not off
+        "gradient_clipping": trained.grad_clip,  # explicit: DeepSpeed's own default is 1.0, not off
         "zero_allow_untested_optimizer": True,
     }
 
 
-def score_config(actor: ActorConfig, fsdp: OffloadConfig, *, dtype: str) -> dict[str, Any]:
+def score_config(trained: TrainedConfig, fsdp: OffloadConfig, *, dtype: str) -> dict[str, Any]:
     """For a frozen model spread over the ranks: ZeRO-3 without an optimizer."""
-    section = zero_section(actor, fsdp) | {"stage": 3}
+    section = zero_section(trained, fsdp) | {"stage": 3}
     section.pop("offload_optimizer", None)
     if fsdp.param_offload:
         section["offload_param"] = {"device": "cpu", "pin_memory": True}
     return {**_common(dtype), "zero_optimization": section}
 
 
-def zero_section(actor: ActorConfig, fsdp: OffloadConfig) -> dict[str, Any]:
-    own = actor.deepspeed
+def zero_section(trained: TrainedConfig, fsdp: OffloadConfig) -> dict[str, Any]:
+    own = trained.deepspeed
     section: dict[str, Any] = {"stage": own.zero_stage, "reduce_bucket_size": own.reduce_bucket_size}
     if own.zero_stage == 3:
         section |= {

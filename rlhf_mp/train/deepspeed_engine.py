@@ -16,13 +16,15 @@ from deepspeed.utils import logger as deepspeed_logger
 from torch import Tensor, nn
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
-from rlhf_mp.config.schema import ActorConfig, OffloadConfig
+from rlhf_mp.config.schema import OffloadConfig, TrainedConfig
 from rlhf_mp.data.types import LossFn, Sums, TokenBatch, Totals
 from rlhf_mp.errors import CheckpointError
+from rlhf_mp.planner.term import Component
 from rlhf_mp.train import accumulate
 from rlhf_mp.train.accumulate import ForwardSettings, MetricSums
-from rlhf_mp.train.base import ParallelLayout
+from rlhf_mp.train.base import ParallelLayout, unobserved
 from rlhf_mp.train.deepspeed_config import score_config, train_config
+from rlhf_mp.train.deepspeed_tensors import deepspeed_tensors
 from rlhf_mp.train.optimizer import learning_rate_factor
 
 TAG = "engine"
@@ -61,11 +63,11 @@ class DeepSpeedScorer:
         self,
         build: Callable[[], nn.Module],
         settings: ForwardSettings,
-        actor: ActorConfig,
+        trained: TrainedConfig,
         fsdp: OffloadConfig,
         dtype: str,
     ):
-        config = score_config(actor, fsdp, dtype=dtype)
+        config = score_config(trained, fsdp, dtype=dtype)
         with _partitioned(config):
             module = build().requires_grad_(False)
         self.engine, *_ = deepspeed.initialize(model=module, config=config)
@@ -76,15 +78,28 @@ class DeepSpeedScorer:
     def score(self, micro_batches: Sequence[TokenBatch]) -> list[Tensor]:
         return accumulate.score(self.engine, micro_batches, self.settings)
 
+    def tensors(self) -> Iterator[tuple[Component, Tensor]]:
+        return deepspeed_tensors(self.engine)
+
 
 class DeepSpeedEngine:
-    """The actor. Every rank must call every method, in the same order, with equally many micro-batches."""
+    """A trained model. Every rank must call every method, in the same order, with equally many micro-batches."""
 
     def __init__(
-        self, build: Callable[[], nn.Module], settings: ForwardSettings, actor: ActorConfig, num_steps: int, dtype: str
+        self,
+        build: Callable[[], nn.Module],
+        settings: ForwardSettings,
+        trained: TrainedConfig,
+        num_steps: int,
+        dtype: str,
+        layout: ParallelLayout | None = None,
     ):
-        config = train_config(actor, dtype=dtype, on_cpu=settings.device.type == "cpu")
-        factor = learning_rate_factor(actor.optim, num_steps)
+        """
+        Args:
+            layout: which ranks get the same data; None: each has its own.
+        """
+        config = train_config(trained, dtype=dtype, on_cpu=settings.device.type == "cpu")
+        factor = learning_rate_factor(trained.optim, num_steps)
         with _partitioned(config):
             module = build()
         self.engine, *_ = deepspeed.initialize(
@@ -95,11 +110,15 @@ class DeepSpeedEngine:
         )
         self.settings = settings
         self.stage = config["zero_optimization"]["stage"]
-        self.layout = data_parallel_layout()
+        self.before_step = unobserved
+        self.layout = layout or data_parallel_layout()
 
     def score(self, micro_batches: Sequence[TokenBatch]) -> list[Tensor]:
         self.engine.eval()
         return accumulate.score(self.engine, micro_batches, self.settings)
+
+    def tensors(self) -> Iterator[tuple[Component, Tensor]]:
+        return deepspeed_tensors(self.engine)
 
     def train_step(self, micro_batches: Sequence[TokenBatch], totals: Totals, loss_fn: LossFn) -> Sums:
         self.engine.train()
@@ -108,14 +127,17 @@ class DeepSpeedEngine:
         lr = self.engine.get_lr()[0]
         for index, loss in enumerate(parts, start=1):
             self.engine.set_gradient_accumulation_boundary(index == len(micro_batches))
-            # DeepSpeed averages gradients over ranks; ours are already parts of one global sum (R3).
+            # DeepSpeed averages gradients over all ranks; ours are already parts of one global sum (R3), in which
+            # ranks with the same data count once.
             self.engine.backward(loss * self.layout.dp_size)
         # Stage 0 in float32 is plain data parallelism: DeepSpeed has no optimizer of its own there that knows the norm.
         plain = self.stage == 0 and not self.engine.bfloat16_enabled()
         norm = nn.utils.get_total_norm(p.grad for p in self.engine.module.parameters()) if plain else None
+        self.before_step(micro_batches)
         self.engine.step()
         norm = float(self.engine.get_global_grad_norm() if norm is None else norm)
-        return sums.result() | {"grad_norm": (norm, 1), "lr": (lr, 1)}
+        own = sums.result() if self.layout.is_output_rank else {}
+        return own | {"grad_norm": (norm, 1), "lr": (lr, 1)}
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Collective. ZeRO-3 gathers a bucket of parameters at a time, in the same order on all ranks."""

@@ -12,6 +12,7 @@ from math import lcm
 from typing import Any
 
 import torch
+from mbridge.core.safetensor_io import SafeTensorIO
 from mbridge.core.util import unwrap_model
 from mbridge.models.llama import LLaMABridge
 from mbridge.models.qwen2 import Qwen2Bridge
@@ -23,6 +24,8 @@ from transformers import AutoConfig, PretrainedConfig
 
 from rlhf_mp.config.schema import MegatronConfig
 from rlhf_mp.errors import ConfigError, Problem
+from rlhf_mp.models.heads import Head
+from rlhf_mp.train.megatron_heads import last_layers
 from rlhf_mp.train.megatron_layers import torch_layers
 
 MODEL_KEY = "actor_rollout_ref.model.path"
@@ -35,7 +38,9 @@ VOCABULARY_MULTIPLE = 128  # rows of the embedding are padded to it: the same at
 class HfBridge:
     """One Hugging Face checkpoint, and Megatron models of its shape."""
 
-    def __init__(self, path: str, megatron: MegatronConfig, dtype: torch.dtype, *, trust_remote_code: bool = False):
+    def __init__(
+        self, path: str, head: Head, megatron: MegatronConfig, dtype: torch.dtype, *, trust_remote_code: bool = False
+    ):
         """
         Raises:
             ConfigError: the architecture is not one that can be converted exactly.
@@ -46,9 +51,12 @@ class HfBridge:
             raise ConfigError(
                 [Problem(MODEL_KEY, path, f"Megatron trains {known}, not {hf_config.model_type}", OTHER_BACKEND)]
             )
-        self.path, self.vocab_size = path, hf_config.vocab_size
+        self.path, self.vocab_size, self.last_layers = path, hf_config.vocab_size, last_layers(head)
+        if self.last_layers:
+            hf_config.tie_word_embeddings = False  # there is no vocabulary to share the embeddings with
         multiple = lcm(VOCABULARY_MULTIPLE, megatron.tensor_model_parallel_size)
         self._bridge = BRIDGES[hf_config.model_type](hf_config, dtype=dtype, make_vocab_size_divisible_by=multiple)
+        self._bridge.is_scalar = bool(self.last_layers)
         self._bridge.use_transformer_engine = uses_transformer_engine(megatron)
         self._dtype = dtype
 
@@ -71,6 +79,7 @@ class HfBridge:
                 wrap_with_ddp=ddp is not None,
                 data_parallel_random_init=False,
                 ddp_config=ddp,
+                post_model_creation_callbacks=self.last_layers,
             )
             self._bridge.load_weights(models, self.path)
         if ddp is not None and self._bridge.hf_config.pad_token_id is not None:
@@ -132,6 +141,8 @@ def rotary_arguments(config: PretrainedConfig) -> dict[str, Any]:
 
 
 OTHER_BACKEND = "actor_rollout_ref.actor.strategy=deepspeed, or another model"
+HEAD = {"output_layer.weight": "score.weight", "output_layer.bias": "score.bias"}
+"""A last layer with one output, and its name in Hugging Face's classifiers."""
 RENAMED = (
     (".input_layernorm.", ".self_attention.linear_qkv.layer_norm_"),
     (".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_"),
@@ -139,11 +150,26 @@ RENAMED = (
 """Where the torch layers' norms are called otherwise than Transformer Engine's, which mbridge knows."""
 
 
+class _NewHeadIsZero(SafeTensorIO):
+    """Reads a checkpoint's weights; those of a head of one output that it has not got are 0."""
+
+    def __init__(self, directory: str, hidden_size: int):
+        super().__init__(directory)
+        self.new = {"score.weight": (1, hidden_size), "score.bias": (1,)}
+
+    def load_some_hf_weight(self, hf_weight_names: list[str]) -> dict[str, Tensor]:
+        wanted = set(hf_weight_names) & self.new.keys()
+        absent = wanted - set(self.load_hf_weight_names() if wanted else ())
+        found = super().load_some_hf_weight([name for name in hf_weight_names if name not in absent])
+        return found | {name: torch.zeros(self.new[name]) for name in absent}
+
+
 class _OurLayers:
     """Put before an mbridge class: what is different here."""
 
     has_vp_stage = True
     use_transformer_engine = False
+    is_scalar = False  # the last layer has one output, and the name it has in classifiers
 
     def _adjust_mapping_for_shared_weights(self) -> None:
         self._DIRECT_MAPPING = dict(self._DIRECT_MAPPING)  # mbridge would edit its class, and so the next model's
@@ -161,9 +187,24 @@ class _OurLayers:
         return torch_layers(self.config, vp_stage)
 
     def _weight_name_mapping_mcore_to_hf(self, name: str) -> list[str]:
+        if self.is_scalar and name in HEAD:
+            return [HEAD[name]]
         for ours, theirs in RENAMED:
             name = name.replace(ours, theirs)
         return super()._weight_name_mapping_mcore_to_hf(name)
+
+    def _weight_to_mcore_format(self, name: str, weights: list[Tensor]) -> Tensor:
+        if self.is_scalar and name in HEAD:  # mbridge would pad it as a vocabulary
+            return weights[0].to(self.dtype)
+        return super()._weight_to_mcore_format(name, weights)
+
+    def _weight_to_hf_format(self, name: str, weight: Tensor) -> tuple[list[str], list[Tensor]]:
+        if self.is_scalar and name in HEAD:
+            return [HEAD[name]], [weight]
+        return super()._weight_to_hf_format(name, weight)
+
+    def _get_safetensor_io(self, weights_path: str) -> SafeTensorIO:
+        return _NewHeadIsZero(self._get_actual_hf_path(weights_path), self.hf_config.hidden_size)
 
 
 class _Llama(_OurLayers, LLaMABridge): ...

@@ -14,14 +14,16 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from torch import Tensor
 
-from rlhf_mp.config.schema import ActorConfig, MegatronConfig, ModelConfig
+from rlhf_mp.config.schema import MegatronConfig, ModelConfig, TrainedConfig
 from rlhf_mp.data.types import LossFn, Sums, TokenBatch, Totals
 from rlhf_mp.models.hf import DTYPES
+from rlhf_mp.planner.term import Component
 from rlhf_mp.train import megatron_checkpoint
 from rlhf_mp.train.accumulate import ForwardSettings, MetricSums
-from rlhf_mp.train.base import ParallelLayout
+from rlhf_mp.train.base import ParallelLayout, unobserved
 from rlhf_mp.train.megatron_bridge import HfBridge
 from rlhf_mp.train.megatron_pipeline import Pipeline
+from rlhf_mp.train.megatron_tensors import megatron_tensors
 from rlhf_mp.train.optimizer import learning_rate_factor
 
 
@@ -71,12 +73,17 @@ def transformer_settings(megatron: MegatronConfig, *, recompute: bool) -> dict[s
     return settings | {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
+def make_bridge(model: ModelConfig, settings: ForwardSettings, megatron: MegatronConfig) -> HfBridge:
+    dtype, trust = DTYPES[model.dtype], model.trust_remote_code
+    return HfBridge(model.path, settings.head, megatron, dtype, trust_remote_code=trust)
+
+
 class MegatronScorer:
     """A frozen model."""
 
     def __init__(self, model: ModelConfig, settings: ForwardSettings, megatron: MegatronConfig):
         self.layout = join_model_parallel(megatron)
-        bridge = HfBridge(model.path, megatron, DTYPES[model.dtype], trust_remote_code=model.trust_remote_code)
+        bridge = make_bridge(model, settings, megatron)
         self.models = bridge.build(transformer_settings(megatron, recompute=False), ddp=None)
         for part in self.models:
             part.requires_grad_(False).eval()
@@ -85,28 +92,35 @@ class MegatronScorer:
     def score(self, micro_batches: Sequence[TokenBatch]) -> list[Tensor]:
         return self.pipeline.score(micro_batches)
 
+    def tensors(self) -> Iterator[tuple[Component, Tensor]]:
+        return megatron_tensors(self.models, None)
+
 
 class MegatronEngine:
-    """The actor."""
+    """A model that is trained."""
 
-    def __init__(self, model: ModelConfig, settings: ForwardSettings, actor: ActorConfig, num_steps: int):
-        megatron, dtype = actor.megatron, DTYPES[model.dtype]
+    def __init__(self, model: ModelConfig, settings: ForwardSettings, trained: TrainedConfig, num_steps: int):
+        megatron, dtype = trained.megatron, DTYPES[model.dtype]
         self.layout = join_model_parallel(megatron)
-        self.bridge = HfBridge(model.path, megatron, dtype, trust_remote_code=model.trust_remote_code)
+        self.bridge = make_bridge(model, settings, megatron)
         self.models = self.bridge.build(
             transformer_settings(megatron, recompute=model.enable_gradient_checkpointing),
             ddp={"use_distributed_optimizer": megatron.use_distributed_optimizer, "grad_reduce_in_fp32": True},
         )
         self.bridge.config.finalize_model_grads_func = _add_up_gradients
-        self.optimizer = _make_optimizer(self.models, actor, dtype)
+        self.optimizer = _make_optimizer(self.models, trained, dtype)
         self.pipeline = Pipeline(self.models, megatron, settings, self.bridge.vocab_size)
-        self.peak_lr, self.factor = actor.optim.lr, learning_rate_factor(actor.optim, num_steps)
+        self.peak_lr, self.factor = trained.optim.lr, learning_rate_factor(trained.optim, num_steps)
         self.step = 0
+        self.before_step = unobserved
 
     def score(self, micro_batches: Sequence[TokenBatch]) -> list[Tensor]:
         for part in self.models:
             part.eval()
         return self.pipeline.score(micro_batches)
+
+    def tensors(self) -> Iterator[tuple[Component, Tensor]]:
+        return megatron_tensors(self.models, self.optimizer)
 
     def train_step(self, micro_batches: Sequence[TokenBatch], totals: Totals, loss_fn: LossFn) -> Sums:
         for part in self.models:
@@ -115,6 +129,7 @@ class MegatronEngine:
         self.optimizer.zero_grad()
         sums = MetricSums()
         self.pipeline.train(micro_batches, totals, loss_fn, sums)
+        self.before_step(micro_batches)
         lr = self.peak_lr * self.factor(self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -137,8 +152,8 @@ def _add_up_gradients(models, num_tokens: Tensor | None = None, **groups) -> Non
     finalize_model_grads(models, None, **groups)  # with a number of tokens it would divide by it
 
 
-def _make_optimizer(models, actor: ActorConfig, dtype: torch.dtype) -> MegatronOptimizer:
-    optim = actor.optim
+def _make_optimizer(models, trained: TrainedConfig, dtype: torch.dtype) -> MegatronOptimizer:
+    optim = trained.optim
     config = OptimizerConfig(
         optimizer="adam",
         lr=optim.lr,
@@ -147,10 +162,10 @@ def _make_optimizer(models, actor: ActorConfig, dtype: torch.dtype) -> MegatronO
         adam_beta1=optim.betas[0],
         adam_beta2=optim.betas[1],
         adam_eps=optim.eps,
-        clip_grad=actor.grad_clip,
+        clip_grad=trained.grad_clip,
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
-        use_distributed_optimizer=actor.megatron.use_distributed_optimizer,
+        use_distributed_optimizer=trained.megatron.use_distributed_optimizer,
     )
     optimizer = get_megatron_optimizer(config, models, config_overrides={})  # {}: decay norms and biases too
     megatron_checkpoint.with_torch_adam(optimizer)

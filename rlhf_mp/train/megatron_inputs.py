@@ -15,6 +15,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from rlhf_mp.data.types import TokenBatch
+from rlhf_mp.models.packing import packed_row
 from rlhf_mp.train.megatron_layers import zigzag_positions
 
 
@@ -28,6 +29,8 @@ class ModelInput:
     packed: PackedSeqParams | None
     restore: Callable[[Float[Tensor, "b s"]], Float[Tensor, "B T"]]
     """From values of ``targets`` to values of the batch's own tokens, 0 where none was predicted. Differentiable."""
+    at_last: Callable[[Float[Tensor, "b s"]], Float[Tensor, "B"]]
+    """From values of ``tokens`` to the one of each row's last token. Differentiable."""
 
 
 def padded(batch: TokenBatch, context_group: dist.ProcessGroup, multiple: int) -> ModelInput:
@@ -51,8 +54,12 @@ def padded(batch: TokenBatch, context_group: dist.ProcessGroup, multiple: int) -
     def restore(values: Tensor) -> Tensor:
         return F.pad(whole(values)[:, : width - 1], (1, 0))
 
+    def at_last(values: Tensor) -> Tensor:
+        last = batch.lengths.clamp(max=width) - 1
+        return whole(values).gather(1, last[:, None])[:, 0]
+
     positions = own.expand(len(tokens), -1).contiguous()
-    return ModelInput(tokens[:, own].contiguous(), targets[:, own], positions, None, restore)
+    return ModelInput(tokens[:, own].contiguous(), targets[:, own], positions, None, restore, at_last)
 
 
 def packed(batch: TokenBatch, multiple: int) -> ModelInput:
@@ -61,28 +68,18 @@ def packed(batch: TokenBatch, multiple: int) -> ModelInput:
     Args:
         multiple: each sequence is lengthened to be divisible by it.
     """
-    rows, width = batch.tokens.shape
-    device = batch.tokens.device
-    lengths = batch.lengths.clamp(max=width).tolist()
-    slots = [-(-length // multiple) * multiple for length in lengths]
-    ends = torch.tensor(slots, device=device).cumsum(0)
-    starts = F.pad(ends, (1, 0)).int()
-    tokens, targets, positions = (torch.zeros(1, sum(slots), dtype=torch.long, device=device) for _ in range(3))
-    source, destination = [], []  # where a value is found, and where in the flattened [B, T] it belongs
-    for row, (length, start) in enumerate(zip(lengths, starts[:-1].tolist(), strict=True)):
-        tokens[0, start : start + length] = batch.tokens[row, :length]
-        targets[0, start : start + length - 1] = batch.tokens[row, 1:length]
-        positions[0, start : start + length] = torch.arange(length, device=device)
-        source.append(torch.arange(start, start + length - 1))
-        destination.append(torch.arange(1, length) + row * width)
-    source, destination = torch.cat(source).to(device), torch.cat(destination).to(device)
-
-    def restore(values: Tensor) -> Tensor:
-        return values.new_zeros(rows * width).index_copy(0, destination, values[0, source]).view(rows, width)
-
-    longest = max(slots)
-    params = PackedSeqParams("thd", starts, starts, max_seqlen_q=longest, max_seqlen_kv=longest)
-    return ModelInput(tokens, targets, positions, params, restore)
+    row = packed_row(batch, multiple)
+    targets = torch.zeros_like(row.tokens)
+    targets[0, row.source] = row.tokens[0, row.source + 1]
+    params = PackedSeqParams("thd", row.starts, row.starts, max_seqlen_q=row.longest, max_seqlen_kv=row.longest)
+    return ModelInput(
+        row.tokens,
+        targets,
+        row.positions,
+        params,
+        restore=lambda values: row.home(values[0, row.source]),
+        at_last=lambda values: values[0, row.last],
+    )
 
 
 class _GatherPositions(torch.autograd.Function):

@@ -10,10 +10,10 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
 from rlhf_mp.config.schema import MegatronConfig
-from rlhf_mp.data.types import LossFn, PolicyOutput, TokenBatch, Totals
+from rlhf_mp.data.types import LossFn, Output, TokenBatch, Totals
 from rlhf_mp.train.accumulate import ForwardSettings, MetricSums
+from rlhf_mp.train.megatron_heads import around_model, output_of
 from rlhf_mp.train.megatron_inputs import ModelInput, packed, padded
-from rlhf_mp.train.megatron_logprobs import vocab_parallel_logprobs_and_entropy
 
 Item = tuple[ModelInput, TokenBatch]
 
@@ -28,27 +28,27 @@ class Pipeline:
     def train(self, micro_batches: Sequence[TokenBatch], totals: Totals, loss_fn: LossFn, sums: MetricSums) -> None:
         """Accumulate gradients of the summed losses; add the loss function's metrics to ``sums`` on the last stage."""
 
-        def loss_of(item: Item, logits: Tensor) -> tuple[Tensor, Tensor, dict]:
-            output = self._policy_output(item, logits, entropy_grad=self.settings.entropy_grad)
-            loss, metrics = loss_fn(output, item[1], totals)
+        def loss_of(item: Item, found: Tensor) -> tuple[Tensor, Tensor, dict]:
+            loss, metrics = loss_fn(self._output(item, found), item[1], totals)
             sums.add(metrics)
-            return loss, torch.ones((), dtype=torch.int, device=logits.device), {}  # the 1 divides nothing
+            return loss, torch.ones((), dtype=torch.int, device=found.device), {}  # the 1 divides nothing
 
         self._run(self._full(micro_batches), loss_of, forward_only=False)
 
     @torch.no_grad()
     def score(self, micro_batches: Sequence[TokenBatch]) -> list[Tensor]:
-        """Log-probs where the mask is 1, 0 elsewhere, on CPU, on every rank."""
+        """What the head says of each micro-batch, on CPU, on every rank."""
+        head = self.settings.head
 
-        def logprobs_of(item: Item, logits: Tensor, non_loss_data: bool) -> Tensor:
-            return self._policy_output(item, logits, entropy_grad=False).logprobs * item[1].mask
+        def score_of(item: Item, found: Tensor, non_loss_data: bool) -> Tensor:
+            return head.score(self._output(item, found), item[1])
 
-        found = self._run(self._full(micro_batches), logprobs_of, forward_only=True, collect_non_loss_data=True)
-        shapes = [batch.mask.shape for batch in micro_batches]
+        found = self._run(self._full(micro_batches), score_of, forward_only=True, collect_non_loss_data=True)
+        shapes = [head.like(batch).shape for batch in micro_batches]
         sizes = [shape.numel() for shape in shapes]
         flat = torch.empty(sum(sizes), device=self.settings.device)
         if self.is_last:
-            flat = torch.cat([logprobs.flatten() for logprobs in found[: len(sizes)]])
+            flat = torch.cat([scores.flatten() for scores in found[: len(sizes)]])
         group = parallel_state.get_pipeline_model_parallel_group()
         dist.broadcast(flat, parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
         return [part.view(shape) for part, shape in zip(flat.cpu().split(sizes), shapes, strict=True)]
@@ -62,19 +62,20 @@ class Pipeline:
         return micro_batches
 
     def _run(self, micro_batches: list[TokenBatch], on_output: Callable, **how) -> list:
-        """``on_output(item, logits)`` of every micro-batch, on the last stage; an empty list on the others."""
+        """``on_output(item, model output)`` of every micro-batch, on the last stage; an empty list on the others."""
         items = [self._item(batch) for batch in micro_batches]
         iterators = [iter(items) for _ in self.models]
         single = len(self.models) == 1
 
         def forward(iterator, model: nn.Module) -> tuple[Tensor, Callable]:
             item = next(iterator)
-            output = model(
-                input_ids=item[0].tokens,
-                position_ids=item[0].positions,
-                attention_mask=None,
-                packed_seq_params=item[0].packed,
-            )
+            with around_model(self.settings.head, model, item[0], self.vocab_size):
+                output = model(
+                    input_ids=item[0].tokens,
+                    position_ids=item[0].positions,
+                    attention_mask=None,
+                    packed_seq_params=item[0].packed,
+                )
             return output, partial(on_output, item)
 
         return get_forward_backward_func()(
@@ -90,18 +91,9 @@ class Pipeline:
     def _item(self, batch: TokenBatch) -> Item:
         batch = batch.to(self.settings.device)
         multiple = self.megatron.tensor_model_parallel_size if self.megatron.sequence_parallel else 1
-        if self.megatron.packed:
+        if self.settings.head.packed:
             return packed(batch, multiple), batch
         return padded(batch, parallel_state.get_context_parallel_group(), multiple), batch
 
-    def _policy_output(self, item: Item, logits: Tensor, *, entropy_grad: bool) -> PolicyOutput:
-        model_input = item[0]
-        values = vocab_parallel_logprobs_and_entropy(
-            logits.flatten(0, 1),
-            model_input.targets.flatten(),
-            parallel_state.get_tensor_model_parallel_group(),
-            self.vocab_size,
-            temperature=self.settings.temperature,
-            entropy_grad=entropy_grad,
-        )
-        return PolicyOutput(*(model_input.restore(x.view(model_input.targets.shape)) for x in values))
+    def _output(self, item: Item, found: Tensor) -> Output:
+        return output_of(self.settings.head, found, item[0])

@@ -6,11 +6,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from rlhf_mp.config.schema import ActorConfig
+from rlhf_mp.config.schema import TrainedConfig
 from rlhf_mp.data.types import LossFn, Sums, TokenBatch, Totals
+from rlhf_mp.planner.term import Component
 from rlhf_mp.train import accumulate
 from rlhf_mp.train.accumulate import ForwardSettings, MetricSums
-from rlhf_mp.train.base import ParallelLayout
+from rlhf_mp.train.base import ParallelLayout, unobserved
 from rlhf_mp.train.optimizer import learning_rate_factor
 
 
@@ -26,15 +27,22 @@ class TorchScorer:
     def score(self, micro_batches: Sequence[TokenBatch]) -> list[Tensor]:
         return accumulate.score(self.module, micro_batches, self.settings)
 
+    def tensors(self) -> Iterator[tuple[Component, Tensor]]:
+        for parameter in self.module.parameters():
+            yield Component.weights, parameter.data
+            if parameter.grad is not None:
+                yield Component.gradients, parameter.grad
+
 
 class TorchEngine(TorchScorer):
     """The same model, trained with AdamW."""
 
-    def __init__(self, module: nn.Module, settings: ForwardSettings, actor: ActorConfig, num_steps: int):
+    def __init__(self, module: nn.Module, settings: ForwardSettings, trained: TrainedConfig, num_steps: int):
         super().__init__(module, settings)
         self.module.train()
-        optim = actor.optim
-        self.grad_clip = actor.grad_clip
+        self.before_step = unobserved
+        optim = trained.optim
+        self.grad_clip = trained.grad_clip
         self.optimizer = torch.optim.AdamW(
             self.module.parameters(),
             lr=optim.lr,
@@ -48,12 +56,18 @@ class TorchEngine(TorchScorer):
         sums = MetricSums()
         for loss in accumulate.losses(self.module, micro_batches, totals, loss_fn, self.settings, sums.add):
             loss.backward()
+        self.before_step(micro_batches)
         norm = nn.utils.clip_grad_norm_(self.module.parameters(), self.grad_clip or float("inf"))
         lr = self.schedule.get_last_lr()[0]
         self.optimizer.step()
         self.schedule.step()
         self.optimizer.zero_grad(set_to_none=True)
         return sums.result() | {"grad_norm": (norm.item(), 1), "lr": (lr, 1)}
+
+    def tensors(self) -> Iterator[tuple[Component, Tensor]]:
+        yield from super().tensors()
+        for state in self.optimizer.state.values():
+            yield from ((Component.optimizer, moment) for moment in state.values() if moment.numel() > 1)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         yield from self.module.named_parameters()

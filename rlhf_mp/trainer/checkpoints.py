@@ -35,6 +35,7 @@ class RunCheckpoints:
         resume_from: Path | None,
         resume: bool,
         identity: dict[str, Any],
+        trained: dict[str, Any],
         export: Callable[[Path], None] | None,
         say: Callable[[str], None],
     ):
@@ -42,11 +43,12 @@ class RunCheckpoints:
         Args:
             resume_from: this checkpoint and no other; None: the newest undamaged one of ``run_dir``, if any.
             identity: shapes of the model; a checkpoint of others is refused.
+            trained: what else a checkpoint must have been written with, see ``checkpoint.misfits``.
             export: collective; writes a Hugging Face checkpoint beside the engine's. None: not wanted.
         """
         self.run_dir, self.ranks, self.keep = run_dir, ranks, keep
         self.resume_from, self.resume, self.identity = resume_from, resume, identity
-        self.export, self.say = export, say
+        self.trained, self.export, self.say = trained, export, say
 
     def save(self, trainer: Trainer) -> None:
         """Collective. Older checkpoints go only after the new one is whole.
@@ -60,7 +62,8 @@ class RunCheckpoints:
         self.ranks.barrier()
         place = checkpoint.unfinished(folder)
         with whole_or_removed(place):
-            trainer.actor.save(place / "actor")
+            for name, engine in trainer.trained.items():
+                engine.save(place / name)
             torch.save(torch.get_rng_state(), place / f"rng_{self.ranks.rank}.pt")
             if self.export is not None:
                 self.export(place / "huggingface")
@@ -70,7 +73,7 @@ class RunCheckpoints:
         if self.ranks.rank == 0:
             for place in checkpoint.set_aside_later(self.run_dir, trainer.step):
                 self.say(f"set aside as {place}: this run did not continue from it")
-            checkpoint.remove_old(self.run_dir, self.keep)
+            checkpoint.remove_old(self.run_dir, self.keep, spare=trainer.best.step if trainer.best else None)
             self.say(f"checkpoint {folder}")
         self.ranks.barrier()
 
@@ -78,8 +81,10 @@ class RunCheckpoints:
         return {
             "step": trainer.step,  # the weight version is the same number
             "model": self.identity,
+            "trained": self.trained,
             "num_ranks": self.ranks.num_ranks,
             "data": trainer.rollouts.state_dict(trainer.step),
+            "best": trainer.best.state_dict() if trainer.best else None,
         }
 
     def load_newest(self, trainer: Trainer) -> None:
@@ -92,9 +97,12 @@ class RunCheckpoints:
         if found is None:
             return
         folder, state = found
-        trainer.actor.load(folder / "actor")
+        for name, engine in trainer.trained.items():
+            engine.load(folder / name)
         torch.set_rng_state(torch.load(folder / f"rng_{self.ranks.rank}.pt", weights_only=True))
         trainer.rollouts.load_state_dict(state["data"])
+        if trainer.best is not None:
+            trainer.best.load_state_dict(state["best"])
         trainer.step = state["step"]
         self.say(f"resumed from {folder} at step {trainer.step}")
 
@@ -110,7 +118,7 @@ class RunCheckpoints:
                 damaged.append(str(error))
                 self.say(f"damaged checkpoint {folder.name} is not used: {error}")
                 continue
-            if reasons := list(checkpoint.misfits(state, self.identity, self.ranks.num_ranks)):
+            if reasons := list(checkpoint.misfits(state, self.identity, self.ranks.num_ranks, self.trained)):
                 raise CheckpointError(f"{folder} {'; '.join(reasons)}\n    fix: trainer.experiment_name=<new name>")
             return folder, state
         if damaged:

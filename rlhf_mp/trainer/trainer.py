@@ -1,6 +1,6 @@
 """The RL loop. Runs on every launched rank (SPMD); each line means the same thing on all of them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -8,12 +8,14 @@ from typing import Protocol
 import torch
 
 from rlhf_mp.algorithms.base import Algorithm
-from rlhf_mp.data.collate import collate
-from rlhf_mp.data.types import SampleText, Share, Sums, TokenBatch
+from rlhf_mp.algorithms.value_loss import value_metrics
+from rlhf_mp.data.collate import collate, with_estimates
+from rlhf_mp.data.types import LossFn, MiniBatch, SampleText, Share, Sums, TokenBatch
 from rlhf_mp.observe.memory import peak_memory
 from rlhf_mp.observe.metrics import MetricLog
 from rlhf_mp.phase import Phase
 from rlhf_mp.train.base import Scorer, TrainEngine
+from rlhf_mp.trainer.best import Best
 
 
 class Rollouts(Protocol):
@@ -43,6 +45,7 @@ class Schedule:
     test_freq: int  # -1: only at the end
     save_freq: int  # -1: only at the end
     val_before_train: bool
+    critic_warmup: int = 0  # first steps that train the critic alone
 
     def due(self, frequency: int, step: int) -> bool:
         return step == self.num_steps or (frequency > 0 and step % frequency == 0)
@@ -62,9 +65,19 @@ class Trainer:
     log: MetricLog
     watch: Callable[[Phase], AbstractContextManager[None]]  # a phase that hangs is reported
     has_validation: bool
+    memory: Callable[[], Mapping[str, float]] = peak_memory
+    critic: TrainEngine | None = None
+    sum_over_ranks: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor  # collective
+    packed: bool = False  # engines leave out the padding of micro-batches
     counts: bool = True  # False where another rank holds the same data, as a part of the same model
+    best: Best | None = None  # None: no validation is better than another
     step: int = 0
     last_grad_norm: float = field(default=0.0, init=False)
+
+    @property
+    def trained(self) -> dict[str, TrainEngine]:
+        """The models that checkpoints hold."""
+        return {"actor": self.actor} | ({"critic": self.critic} if self.critic is not None else {})
 
     def resume(self) -> None:
         """Continue where the newest checkpoint stands, if there is one."""
@@ -75,15 +88,14 @@ class Trainer:
         self.publish()
         self.log.start()
         if self.step == 0 and self.schedule.val_before_train:
-            self.evaluate()
+            self.improves(self.evaluate())
         while self.step < self.schedule.num_steps:
             self.train_step()
             self.step += 1
             self.publish()
             self.log.finish(self.step)
-            if self.schedule.due(self.schedule.test_freq, self.step):
-                self.evaluate()
-            if self.schedule.due(self.schedule.save_freq, self.step):
+            metrics = self.evaluate() if self.schedule.due(self.schedule.test_freq, self.step) else {}
+            if self.improves(metrics) or self.schedule.due(self.schedule.save_freq, self.step):
                 self.checkpoints.save(self)
             self.log.start()
 
@@ -91,33 +103,51 @@ class Trainer:
         with self.phase(Phase.rollout):
             share = self.rollouts.fetch(self.step)  # waits; raises on every rank if an engine died
         self.count(share.metrics)
-        self.log.samples(self.step + 1, share.samples)
         batch = collate(share.trajectories)
         with self.phase(Phase.score):
-            self.score(batch, share.score_rows)
+            self.score(batch, share)
         batch.advantages = self.algorithm.advantages(batch.rewards, batch.group_ids, batch.mask)
+        self.log.samples(self.step + 1, [with_estimates(sample, batch) for sample in share.samples])
         with self.phase(Phase.train):
-            for minibatch in share.minibatches:
-                micro_batches = [batch.select(rows) for rows in minibatch.micro_batches]
-                metrics = self.actor.train_step(micro_batches, minibatch.totals, self.algorithm.policy_loss)
-                self.last_grad_norm = metrics["grad_norm"][0]
-                self.log.add(metrics, "actor/")
-                self.count(padding(micro_batches))
-        self.log.add({name: (value, 1) for name, value in peak_memory().items()})
+            if self.critic is not None:
+                self.count(value_metrics(batch, self.sum_over_ranks), "critic/")
+                self.update(self.critic, batch, share.critic.minibatches, self.algorithm.value_loss, "critic/")
+            if self.step >= self.schedule.critic_warmup:
+                self.last_grad_norm = self.update(
+                    self.actor, batch, share.minibatches, self.algorithm.policy_loss, "actor/"
+                )
+        self.log.add({name: (value, 1) for name, value in self.memory().items()})
 
-    def score(self, batch: TokenBatch, cut: list[list[int]]) -> None:
+    def score(self, batch: TokenBatch, share: Share) -> None:
         """Fill in what the algorithm declares it needs, and nothing else."""
         if self.algorithm.needs_old_logprobs:
-            batch.old_logprobs = scored(self.actor, batch, cut)
-            self.count({"score/tokens": (float(batch.lengths.sum()), 1)})
+            batch.old_logprobs = self.scored(self.actor, batch, share.score_rows)
         if self.reference is not None:
-            batch.ref_logprobs = scored(self.reference, batch, cut)
-            self.count({"score/tokens": (float(batch.lengths.sum()), 1)})
+            batch.ref_logprobs = self.scored(self.reference, batch, share.score_rows)
+        if self.critic is not None:
+            batch.values = self.scored(self.critic, batch, share.critic.score_rows)
 
-    def count(self, sums: Sums) -> None:
+    def scored(self, model: Scorer, batch: TokenBatch, cut: list[list[int]]) -> torch.Tensor:
+        self.count({"score/tokens": (float(batch.lengths.sum()), 1)})
+        return scored(model, batch, cut)
+
+    def update(
+        self, model: TrainEngine, batch: TokenBatch, minibatches: list[MiniBatch], loss_fn: LossFn, prefix: str
+    ) -> float:
+        """One optimizer step for each mini-batch. Returns the last gradient's norm."""
+        norm = 0.0
+        for minibatch in minibatches:
+            micro_batches = [batch.select(rows) for rows in minibatch.micro_batches]
+            metrics = model.train_step(micro_batches, minibatch.totals, loss_fn)
+            norm = metrics["grad_norm"][0]
+            self.log.add(metrics, prefix)
+            self.count(padding(micro_batches, packed=self.packed))
+        return norm
+
+    def count(self, sums: Sums, prefix: str = "") -> None:
         """Add what follows from this rank's share, unless another rank does."""
         if self.counts:
-            self.log.add(sums)
+            self.log.add(sums, prefix)
 
     def publish(self) -> None:
         """Make the engines sample from the current weights, and tell the scheduler they do."""
@@ -125,16 +155,20 @@ class Trainer:
             self.log.add(self.swap.push(self.actor, self.step, must_differ=self.last_grad_norm > 0))
             self.rollouts.publish(self.step)
 
-    def evaluate(self) -> None:
-        """Held-out accuracy under the live weights; written apart from a step."""
+    def evaluate(self) -> dict[str, float]:
+        """Held-out accuracy under the live weights; written apart from a step. Empty without validation data."""
         if not self.has_validation:
-            return
+            return {}
         self.log.start()
         with self.watch(Phase.rollout):
             metrics, samples = self.rollouts.evaluate()
         self.log.add(metrics, "eval/")
         self.log.samples(self.step, samples)
-        self.log.finish(self.step, "eval")
+        return self.log.finish(self.step, "eval")
+
+    def improves(self, metrics: dict[str, float]) -> bool:
+        """Whether a validation is the best so far, by the metric that decides it."""
+        return self.best is not None and bool(metrics) and self.best.offer(self.step, metrics)
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
@@ -143,16 +177,22 @@ class Trainer:
 
 
 def scored(model: Scorer, batch: TokenBatch, cut: list[list[int]]) -> torch.Tensor:
-    """Log-probs of all rows, computed micro-batch by micro-batch."""
+    """Log-probs or values of all rows, computed micro-batch by micro-batch."""
     result = torch.zeros_like(batch.rollout_logprobs)
-    for rows, logprobs in zip(cut, model.score([batch.select(rows) for rows in cut]), strict=True):
+    for rows, scores in zip(cut, model.score([batch.select(rows) for rows in cut]), strict=True):
         if rows:  # an empty micro-batch only keeps the ranks in step
-            result[rows, : logprobs.shape[1]] = logprobs
+            result[rows, : scores.shape[1]] = scores
     return result
 
 
-def padding(micro_batches: list[TokenBatch]) -> Sums:
+def padding(micro_batches: list[TokenBatch], *, packed: bool) -> Sums:
     """Tokens trained on, and the share of computed positions that were padding."""
     real = sum(float(b.lengths.sum()) for b in micro_batches if b.mask.any())
-    computed = sum(b.tokens.numel() for b in micro_batches)
+    computed = sum(positions(b, packed=packed) for b in micro_batches)
     return {"train/tokens": (real, 1), "train/padding_fraction": (computed - real, computed)}
+
+
+def positions(batch: TokenBatch, *, packed: bool) -> int:
+    """Tokens that go through the model."""
+    rows, width = batch.tokens.shape
+    return int(batch.lengths.clamp(max=width).sum()) if packed else rows * width

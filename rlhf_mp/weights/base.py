@@ -20,13 +20,13 @@ T = TypeVar("T")
 
 
 class Transport(Protocol):
-    """Moves bytes into the engines' models. ``send`` is collective; the others run on the sending rank only."""
+    """Moves bytes into the engines' models. ``start`` is collective; the others run on the sending rank only."""
 
     shared_buffers: bool  # buckets must lie where another process can map them
 
     def connect(self, engines: Sequence[EngineControl]) -> None: ...
-    def send(self, bucket: Bucket) -> None:
-        """Returns when no engine reads ``bucket`` any more."""
+    def start(self, bucket: Bucket) -> Callable[[], None]:
+        """Begin to send; the result, collective too, waits until no engine reads ``bucket`` any more."""
         ...
 
     def finish(self) -> None:
@@ -36,11 +36,12 @@ class Transport(Protocol):
 
 @dataclass
 class SyncTimes:
-    """Seconds of one swap on the sending rank."""
+    """Seconds of one swap on the sending rank. What waiting hides behind gathering is in neither."""
 
+    gather_s: float = 0.0  # gathering and casting weights into buckets
+    wait_s: float = 0.0  # for engines that still load the bucket before
     verify_s: float = 0.0
     engine_verify_s: float = 0.0
-    send_s: float = 0.0
     bytes: int = 0
     changed_fraction: float = 1.0  # of the tensors, since the version before
 
@@ -84,17 +85,36 @@ class WeightSync:
         start = time.perf_counter()
         self.each(lambda engine: engine.pause())
         self.each(lambda engine: engine.begin(self._encoded({})))
-        for bucket in self.packer.pack(weights, self.dtype):
+        # Three stages at once: bucket k + 1 is gathered and its checksums computed while bucket k travels and loads.
+        sent = None
+        for bucket in self._gathered(weights, times):
             times.bytes += bucket.data.numel()
             records += self._records(bucket, times)
-            sending = time.perf_counter()
-            self.transport.send(bucket)
-            times.send_s += time.perf_counter() - sending
+            if sent:
+                self._wait(sent, times)
+            sent = self.transport.start(bucket)
+        if sent:
+            self._wait(sent, times)
         if self.is_sender:
             self.transport.finish()
             self._commit(Manifest(version, tuple(records)), times, must_differ)
         self.each(lambda engine: engine.resume())
         return self._metrics(times, time.perf_counter() - start)
+
+    def _gathered(self, weights: Iterable[tuple[str, Tensor]], times: SyncTimes) -> Iterator[Bucket]:
+        buckets = self.packer.pack(weights, self.dtype)
+        while True:
+            start = time.perf_counter()
+            bucket = next(buckets, None)
+            times.gather_s += time.perf_counter() - start
+            if bucket is None:
+                return
+            yield bucket
+
+    def _wait(self, sent: Callable[[], None], times: SyncTimes) -> None:
+        start = time.perf_counter()
+        sent()
+        times.wait_s += time.perf_counter() - start
 
     def _records(self, bucket: Bucket, times: SyncTimes) -> Iterator[TensorRecord]:
         if not self.is_sender:
@@ -132,7 +152,8 @@ class WeightSync:
         return {
             "sync/bytes": (times.bytes, 1),
             "sync/gb_per_s": (times.bytes / seconds / 1e9, 1),
-            "sync/send_s": (times.send_s, 1),
+            "sync/gather_s": (times.gather_s, 1),
+            "sync/wait_s": (times.wait_s, 1),
             "sync/changed_tensors_fraction": (times.changed_fraction, 1),
             "sync/verify_s": (times.verify_s + times.engine_verify_s, 1),
             "sync/verify_fraction": ((times.verify_s + times.engine_verify_s) / seconds, 1),

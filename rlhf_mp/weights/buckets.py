@@ -20,7 +20,7 @@ class Slot:
 @dataclass
 class Bucket:
     slots: list[Slot]
-    data: Tensor  # uint8 [bytes]; belongs to the packer and is overwritten by the next bucket
+    data: Tensor  # uint8 [bytes]; belongs to the packer and is overwritten by the next bucket but one
 
     def tensors(self) -> list[tuple[str, Tensor]]:
         return unpack(self.slots, self.data)
@@ -40,39 +40,50 @@ def unpack(slots: Iterable[Slot], data: Tensor) -> list[tuple[str, Tensor]]:
 
 
 class Packer:
-    """Fills one reusable buffer. It grows once if a single tensor is larger than ``capacity``."""
+    """Fills two reusable buffers by turns: one can be read while the other is filled.
+
+    A buffer grows if a single tensor is larger than it.
+    """
 
     def __init__(self, capacity: int, device: torch.device, *, shared: bool):
         """
         Args:
-            capacity: bytes.
+            capacity: bytes of both buffers together.
             shared: put CPU buffers into shared memory, so that another process can map them.
         """
         self.device, self.shared = device, shared
-        self.capacity = capacity
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self.capacity = capacity // 2
+        self._buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
 
     def pack(self, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Iterator[Bucket]:
-        """Buckets of ``weights`` cast to ``dtype``; each is valid until the next is requested."""
+        """Buckets of ``weights`` cast to ``dtype``; each is valid until the next but one is requested."""
         slots: list[Slot] = []
         used = 0
         for name, tensor in weights:
             size = tensor.numel() * dtype.itemsize
             if slots and used + size > self.capacity:
-                yield Bucket(slots, self._buffer[:used])
+                yield self._filled(slots, used)
                 slots, used = [], 0
             self._reserve(used + size)
-            self._buffer[used : used + size].view(dtype).copy_(tensor.detach().reshape(-1))
+            self._buffers[0][used : used + size].view(dtype).copy_(tensor.detach().reshape(-1))
             slots.append(Slot(name, str(dtype).removeprefix("torch."), tuple(tensor.shape), size))
             used += size
         if slots:
-            yield Bucket(slots, self._buffer[:used])
+            yield self._filled(slots, used)
+
+    def _filled(self, slots: list[Slot], used: int) -> Bucket:
+        """The first buffer's content; the other one is filled next."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()  # another process may read it from here on
+        bucket = Bucket(slots, self._buffers[0][:used])
+        self._buffers.reverse()
+        return bucket
 
     def _reserve(self, size: int) -> None:
         """Only an empty bucket can need more: whatever does not fit beside other tensors starts the next one."""
-        if size <= self._buffer.numel():
+        if size <= self._buffers[0].numel():
             return
         grown = torch.empty(max(size, self.capacity), dtype=torch.uint8, device=self.device)
         if self.shared and self.device.type == "cpu":
             grown.share_memory_()
-        self._buffer = grown
+        self._buffers[0] = grown

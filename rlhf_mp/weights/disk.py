@@ -1,7 +1,7 @@
 """Through a shared file system: safetensors written by the trainer, read by the engines."""
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,18 +20,20 @@ class DiskTransport:
         self._folder, self._is_sender = folder, is_sender
         self._num_files = 0
         self._engines: list[EngineControl] = []
+        self._writer = ThreadPoolExecutor(1)
 
     def connect(self, engines: Sequence[EngineControl]) -> None:
         self._engines = list(engines)
 
-    def send(self, bucket: Bucket) -> None:
+    def start(self, bucket: Bucket) -> Callable[[], None]:
         if not self._is_sender:
-            return
+            return lambda: None
         if self._num_files == 0:
             shutil.rmtree(self._folder, ignore_errors=True)  # of a run that was killed in the middle of a swap
             self._folder.mkdir(parents=True)
         self._num_files += 1
-        save_file(dict(bucket.tensors()), self._folder / f"model-{self._num_files:05d}.safetensors")
+        file = self._folder / f"model-{self._num_files:05d}.safetensors"
+        return self._writer.submit(save_file, dict(bucket.tensors()), file).result
 
     def finish(self) -> None:
         with ThreadPoolExecutor(len(self._engines)) as pool:

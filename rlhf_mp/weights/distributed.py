@@ -1,6 +1,6 @@
 """Across hosts: the sending rank broadcasts to every engine worker, over NCCL on GPUs and gloo on CPU."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch.distributed as dist
@@ -54,9 +54,9 @@ class DistributedTransport:
         for join in joins:
             join.result()
 
-    def send(self, bucket: Bucket) -> None:
+    def start(self, bucket: Bucket) -> Callable[[], None]:
         if not self._engines:
-            return
+            return lambda: None
         request = {
             "names": [slot.name for slot in bucket.slots],
             "dtypes": [slot.dtype for slot in bucket.slots],
@@ -68,9 +68,14 @@ class DistributedTransport:
         loads = [
             self._pool.submit(engine.call, "/update_weights_from_distributed", **request) for engine in self._engines
         ]
-        dist.broadcast(bucket.data, src=0, group=self._group)
-        for load in loads:
-            load.result()
+        broadcast = dist.broadcast(bucket.data, src=0, group=self._group, async_op=True)
+
+        def wait() -> None:
+            broadcast.wait()
+            for load in loads:
+                load.result()
+
+        return wait
 
     def finish(self) -> None:
         pass

@@ -31,13 +31,18 @@ class TensorTransport:
         self._engines = list(engines)
         self._pool = ThreadPoolExecutor(len(self._engines))
 
-    def send(self, bucket: Bucket) -> None:
-        per_engine = self._handles(bucket)
-        if not self._engines:
-            self._gather([])  # the sender reads the buffers of all ranks: keep them until it is done
-            return
-        list(self._pool.map(self._load, self._engines, per_engine))
-        self._gather([])
+    def start(self, bucket: Bucket) -> Callable[[], None]:
+        loads = [
+            self._pool.submit(self._load, engine, handles)
+            for engine, handles in zip(self._engines, self._handles(bucket), strict=True)
+        ]
+
+        def wait() -> None:
+            for load in loads:
+                load.result()
+            self._gather([])  # engines read the buffers of all ranks: each keeps its own until the sender is done
+
+        return wait
 
     def _handles(self, bucket: Bucket) -> list[list[str]]:
         """For each engine, one handle per worker.

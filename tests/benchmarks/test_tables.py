@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.report import page
 from benchmarks.tables.cells import Cell, Compared, Range, exactly, printed_digit
-from benchmarks.tables.page import as_html
+from benchmarks.tables.page import body
 from benchmarks.tables.suite import as_csv, as_markdown, as_records, compared, summary
 
 ROOT = Path(__file__).parents[2]
@@ -77,12 +78,12 @@ def test_nothing_planned_is_absurd(results):
 
 def test_all_outputs_hold_the_same_cells(results):
     rows = list(csv.reader(io.StringIO(as_csv(results))))
-    page = as_markdown(results)
+    markdown = as_markdown(results)
     records = json.loads(json.dumps(as_records(results)))
     assert len(rows) - 1 == len(records) == len(results)
-    assert len(re.findall(r"^\| \d+ \|", page, re.MULTILINE)) == len(results)
-    assert summary(results) in page
-    html = as_html(results, {"commit": "abc"})
+    assert len(re.findall(r"^\| \d+ \|", markdown, re.MULTILINE)) == len(results)
+    assert summary(results) in markdown
+    html = page("Benchmarks", [body(results)], {"commit": "abc"})
     assert html.count("<tr class=") == len(results)
     assert "http" not in html and "abc" in html  # one file, nothing fetched
 

@@ -9,6 +9,7 @@ import pytest
 from rlhf_mp.cluster.scheduler import RolloutScheduler, step_metrics
 from rlhf_mp.config.load import config_from_dict
 from rlhf_mp.config.reward import Term
+from rlhf_mp.data.order import PromptOrder
 from rlhf_mp.data.prompts import Prompt
 from rlhf_mp.data.types import Share, Trajectory
 from rlhf_mp.errors import CheckpointError, EngineError
@@ -17,7 +18,7 @@ from rlhf_mp.rollout.base import Completion
 from rlhf_mp.rollout.sampler import Sampler
 
 PROMPTS = [Prompt(i, [100 + i] * (1 + i % 3), f"question {i}", str(i)) for i in range(10)]
-VALIDATION = [Prompt(i, [200 + i], f"held out {i}", str(i)) for i in range(4)]
+VALIDATION = {"held_out": [Prompt(i, [200 + i], f"held out {i}", str(i)) for i in range(4)]}
 STOP = [1, 7]
 
 
@@ -65,7 +66,9 @@ def scheduler(engine: FakeEngine, *overrides: str, validation=VALIDATION, max_st
     reward = WeightedReward([(Term("answer", "answer"), AnswerReward())])
     sampler = Sampler(Decoder(), reward)
     sampler.connect([engine])
-    made = RolloutScheduler(config_from_dict(tree, overrides), sampler, reward, PROMPTS, validation, STOP)
+    config = config_from_dict(tree, overrides)
+    order = PromptOrder(len(PROMPTS), config.data.train_batch_size, config.data.seed, config.data.shuffle)
+    made = RolloutScheduler(config, sampler, reward, PROMPTS, order, validation, STOP)
     made.max_staleness = max_staleness
     return made
 
@@ -271,13 +274,30 @@ def test_validation_is_by_its_own_knobs_with_the_same_seeds_every_time():
         assert evaluation.metrics["accuracy"] == (4, 8)
         assert evaluation.metrics["reward_mean"] == (4.0, 8)
         assert evaluation.metrics["response_length_mean"] == (20, 8)
-        assert [sample.prompt for sample in evaluation.samples] == ["held out 0", "held out 1"]
+        shown = [(s.prompt, s.in_log) for s in evaluation.samples]
+        assert shown == [(f"held out {g}", g < 2 and i == 0) for g in range(4) for i in range(2)]
+        assert {s.source for s in evaluation.samples} == {"held_out"}
         params = engine.asked[0][1]
         assert (params.temperature, params.top_p, params.top_k, params.max_new_tokens) == (0.5, 0.7, -1, 8)
         first = [(prompt, seeds) for prompt, _, seeds in engine.asked]
         engine.asked.clear()
         await made.evaluate()
         assert [(prompt, seeds) for prompt, _, seeds in engine.asked] == first
+
+    asyncio.run(run())
+
+
+def test_several_validation_files_are_told_by_themselves_and_together():
+    async def run():
+        engine = FakeEngine()
+        parts = {"odd": VALIDATION["held_out"][1::2], "even": VALIDATION["held_out"][::2]}
+        made = scheduler(engine, "trainer.log_val_generations=1", "trainer.log_samples=0", validation=parts)
+        evaluation = await made.evaluate()
+        accuracy = {name: pair for name, pair in evaluation.metrics.items() if name.endswith("accuracy")}
+        assert accuracy == {"accuracy": (2, 4), "odd/accuracy": (0, 2), "even/accuracy": (2, 2)}
+        assert [(s.source, s.prompt) for s in evaluation.samples] == [("odd", "held out 1"), ("even", "held out 0")]
+        seeds = [tuple(seeds) for _, _, seeds in engine.asked]
+        assert len(set(seeds)) == len(seeds) == 4
 
     asyncio.run(run())
 
@@ -301,8 +321,12 @@ def test_metrics_and_texts_are_told_by_the_first_rank_alone():
         assert second.metrics == {} and second.samples == []
         assert first.metrics["reward_term/answer/failed_fraction"] == (0, 12)  # of this step, not since the start
         assert first.metrics["rollout/epoch"] == (0, 1)
-        (text,) = first.samples
-        assert text.truth == text.response and text.prompt == f"question {text.truth}"
+        assert [text.in_log for text in first.samples] == [True, False, False]  # all responses to one prompt
+        for text in first.samples:
+            assert text.truth == text.response and text.prompt == f"question {text.truth}"
+            trained = first.trajectories[text.row]
+            assert (text.trace.ids, text.trace.logprobs) == (trained.response_ids, trained.response_logprobs)
+            assert (text.reward, text.source) == (trained.reward, "training")
 
     asyncio.run(run())
 

@@ -154,10 +154,9 @@ def test_a_misplaced_section_is_told_key_by_key(tmp_path):
 @pytest.mark.parametrize(
     ("text", "key", "reason"),
     [
-        ("critic: {optim: {lr: 1e-5}}", "critic", "no critic"),
+        ("reward_model: {enable: true}", "reward_model", "no reward model"),
         ("algorithm: {gamma: 1.0}", "algorithm.gamma", "discounted"),
         ("algorithm: {kl_ctrl: {kl_coef: 0.1}}", "algorithm.kl_ctrl", "loss term"),
-        ("data: {truncation: left}", "data.truncation", "never cut"),
     ],
 )
 def test_a_key_with_nothing_to_act_on_says_why_and_what_to_do(tmp_path, text, key, reason):

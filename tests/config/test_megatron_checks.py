@@ -11,6 +11,7 @@ MEGATRON = f"{ACTOR}.megatron"
 ON = f"{ACTOR}.strategy=megatron"
 TP, PP = (f"{MEGATRON}.{kind}_model_parallel_size" for kind in ("tensor", "pipeline"))
 CP = f"{MEGATRON}.context_parallel_size"
+PACKED = f"{MODEL}.use_remove_padding"
 VPP = f"{MEGATRON}.virtual_pipeline_model_parallel_size"
 
 RULES = [  # words that break the rule, key of the problem, part of the reason, part of the fix, a word that mends it
@@ -18,7 +19,7 @@ RULES = [  # words that break the rule, key of the problem, part of the reason, 
     ([ON, f"{CP}=3"], MEGATRON, "takes 3 ranks", "smaller sizes", f"{CP}=2"),
     ([ON, f"{VPP}=2"], VPP, "nothing to interleave", f"{VPP}=null", f"{PP}=2"),
     ([ON, f"{MEGATRON}.sequence_parallel=true"], f"{MEGATRON}.sequence_parallel", "no effect", "null", f"{TP}=2"),
-    ([ON, f"{MEGATRON}.packed=true", f"{CP}=2"], f"{MEGATRON}.packed", "cannot share", "packed=false", f"{CP}=1"),
+    ([ON, f"{PACKED}=true", f"{CP}=2"], PACKED, "cannot share", f"{PACKED}=false", f"{CP}=1"),
     (
         [ON, f"{MEGATRON}.recompute=selective", f"{MODEL}.enable_gradient_checkpointing=false"],
         f"{MEGATRON}.recompute",
@@ -106,7 +107,7 @@ LLAMA = {"model_type": "llama", "num_attention_heads": 8, "num_key_value_heads":
     ],
 )
 def test_a_model_that_does_not_fit_a_layout(words, model, key, reason, fix):
-    (problem,) = shape_problems(config_from_dict({}, [ON, *words]), "m", LLAMA | model)
+    (problem,) = shape_problems(config_from_dict({}, [ON, *words]).trained[0], "m", LLAMA | model)
     assert problem.key == key
     assert reason in problem.reason
     assert fix in problem.fix
@@ -114,4 +115,4 @@ def test_a_model_that_does_not_fit_a_layout(words, model, key, reason, fix):
 
 def test_a_model_that_fits():
     config = config_from_dict({}, [ON, f"{TP}=2", f"{PP}=2"])
-    assert list(shape_problems(config, "m", LLAMA)) == []
+    assert list(shape_problems(config.trained[0], "m", LLAMA)) == []

@@ -9,13 +9,13 @@ from rlhf_mp.algorithms.aggregate import loss_aggregations
 from rlhf_mp.algorithms.losses import make_policy_loss
 from rlhf_mp.config.schema import ActorConfig
 from rlhf_mp.data.collate import collate
-from rlhf_mp.data.partition import Cut, RankPlan, plan_step
+from rlhf_mp.data.partition import Cut, RankPlan, cut_rows, plan_step
 from rlhf_mp.data.types import MiniBatch, PolicyOutput, Totals, Trajectory
 
 LONGEST = 30
 
 cuts = st.one_of(
-    st.integers(LONGEST, 3 * LONGEST).map(lambda n: Cut(max_tokens=n)),
+    st.builds(Cut, max_tokens=st.integers(LONGEST, 3 * LONGEST), packed=st.booleans()),
     st.integers(1, 5).map(lambda n: Cut(max_sequences=n)),
 )
 
@@ -88,6 +88,8 @@ def test_no_micro_batch_is_over_budget_and_all_ranks_have_equally_many(step):
         lengths = [step["lengths"][plan.rows[i]] for i in rows]
         if cut.max_tokens is None:
             return len(rows) <= cut.max_sequences
+        if cut.packed:
+            return sum(lengths) <= cut.max_tokens
         return not rows or len(rows) * max(lengths) <= cut.max_tokens
 
     for plan in plans:
@@ -142,6 +144,22 @@ def test_a_step_by_hand():
         RankPlan([2, 3], [[0, 1]], [MiniBatch([[0], [1]], totals)]),
         RankPlan([4, 5, 0, 1], [[2, 0, 1, 3]], [MiniBatch([[2, 0], [1, 3]], totals)]),
     ]
+
+
+def test_without_padding_rows_fill_the_room_that_is_left():
+    lengths = [9, 3, 6, 1, 5]
+    # by length 9, 6, 5, 3, 1 into tens: 9 + 1, 6 + 3, 5; padded, 9 | 6 | 5 with 3 | 1
+    assert cut_rows(range(5), lengths, Cut(max_tokens=10, packed=True)) == [[0, 3], [2, 1], [4]]
+    assert cut_rows(range(5), lengths, Cut(max_tokens=10)) == [[0], [2], [4, 1], [3]]
+
+
+@given(st.lists(st.integers(1, LONGEST), min_size=1, max_size=60), st.integers(LONGEST, 3 * LONGEST))
+def test_packing_needs_no_more_micro_batches_than_padding_and_leaves_less_than_half_empty(lengths, budget):
+    packed = cut_rows(range(len(lengths)), lengths, Cut(max_tokens=budget, packed=True))
+    assert len(packed) <= len(cut_rows(range(len(lengths)), lengths, Cut(max_tokens=budget)))
+    # of first-fit: any two micro-batches hold more than one may
+    fills = sorted(sum(lengths[row] for row in rows) for rows in packed)
+    assert len(fills) < 2 or fills[0] + fills[1] > budget
 
 
 ONE_ROW = {"num_ranks": 1, "groups_per_minibatch": 1, "ppo_epochs": 1, "score_cut": Cut(max_sequences=1)}

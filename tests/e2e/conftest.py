@@ -16,13 +16,14 @@ def warm_start(model: Path) -> None:
     """Fine-tune until some answers are right: equal rewards in every group would leave nothing to learn from."""
     from rlhf_mp.config.schema import ActorConfig, OptimConfig
     from rlhf_mp.data.types import Totals
+    from rlhf_mp.models.heads import PolicyHead
     from rlhf_mp.models.hf import load_causal_lm, load_tokenizer
     from rlhf_mp.quickstart import accuracy, batch_of, cross_entropy
     from rlhf_mp.train.accumulate import ForwardSettings
     from rlhf_mp.train.torch_engine import TorchEngine
 
     batch = batch_of(ADDITIONS, load_tokenizer(str(model)))
-    settings = ForwardSettings(torch.device("cpu"), temperature=1.0, entropy_grad=False, offload_activations=False)
+    settings = ForwardSettings(torch.device("cpu"), PolicyHead())
     actor = ActorConfig(optim=OptimConfig(lr=3e-4, weight_decay=0.0))
     engine = TorchEngine(load_causal_lm(str(model), torch.float32), settings, actor, MAX_STEPS)
     totals = Totals(int(batch.mask.sum()), len(batch.tokens))

@@ -21,7 +21,8 @@ def test_a_config_is_planned_for_other_cards_than_this_machines(capsys):
 
 
 def test_what_does_not_fit_ends_with_another_exit_code(capsys):
-    assert main(["--config", CONFIG, "--gpu", "rtx4090"]) == DOES_NOT_FIT
+    whole_logits = "actor_rollout_ref.model.logits_chunk_mb=0"
+    assert main(["--config", CONFIG, "--gpu", "rtx4090", whole_logits]) == DOES_NOT_FIT
     assert "does not fit" in capsys.readouterr().out
 
 
@@ -50,6 +51,10 @@ def test_a_search_without_an_answer_ends_with_1():
     (["--model", "qwen2.5-7bb"], "Qwen2.5-7B"),
     (["--model", "qwen2.5-7b", "--gpu", "h1000"], "H100-80G"),
     (["--model", "qwen2.5-7b", "--num-gpus", "0"], "--num-gpus 1"),
+    (["--model", "qwen2.5-7b", "--gpus-per-node", "0"], "--gpus-per-node 1"),
+    (["--model", "qwen2.5-7b", "--backend", "deepspeed", "--tp", "2"], "--backend megatron"),
+    (["--model", "nowhere/config.json"], "no such file"),
+    (["--model", "qwen2.5-7b", "--reward-model", "llama-3-8b"], "Llama-3.1-8B"),
     (["--what-needs", "llama-13"], "Llama-2-13B"),
     (["--config", CONFIG, "--gpu", "h100", "trainer.nnods=2"], "nnodes"),
     (["--model", "gpt-2", "--num-gpus", "1", "--plot", "plan.pdf"], ".svg"),
@@ -65,6 +70,19 @@ def test_what_fits_and_what_needs(capsys):
     assert "QLoRA" in printed and "A100-80G" in printed
     main(["--what-fits", "24GB", "--json"])
     assert json.loads(capsys.readouterr().out).keys() == {"full", "LoRA", "QLoRA"}
+
+
+def test_clouds_and_prices(capsys):
+    assert main(["--what-needs", "llama-2-13b", "--cloud"]) == FITS
+    assert "p4d.24xlarge (8 x A100-40G)" in capsys.readouterr().out
+    assert main(["--model", "qwen2.5-7b", "--num-gpus", "8", "--price-per-gpu-hour", "2.5"]) == FITS
+    assert "1e9 tokens" in capsys.readouterr().out
+
+
+def test_an_explanation_says_what_stays_once(capsys):
+    assert main(["--config", CONFIG, "--gpu", "h200", SHORT, "--explain"]) == FITS
+    printed = capsys.readouterr().out
+    assert printed.count("engine KV cache") == 1 and "all along" in printed
 
 
 def test_a_size_without_a_unit_is_refused(capsys):

@@ -55,14 +55,34 @@ def test_gradients_are_those_of_the_definition(entropy_grad):
 class Bigram(nn.Module):
     """Logits depend on the token before alone: a table whose log-softmax a test can look up."""
 
-    def __init__(self, vocab: int = 6):
+    def __init__(self, vocab: int = 6, dtype: torch.dtype = torch.float32):
         super().__init__()
-        self.table = nn.Parameter(torch.randn(vocab, vocab, generator=torch.Generator().manual_seed(3)))
+        self.head = nn.Linear(vocab, vocab, bias=False, dtype=dtype)  # of a one-hot hidden state: a table
+        self.head.weight.data = torch.randn(vocab, vocab, generator=torch.Generator().manual_seed(3)).to(dtype)
         self.columns = []
+
+    @property
+    def table(self) -> torch.Tensor:
+        return self.head.weight.T
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
 
     def forward(self, input_ids, logits_to_keep, use_cache):
         self.columns.append(logits_to_keep.tolist())
-        return SimpleNamespace(logits=self.table[input_ids[:, logits_to_keep]].to(torch.bfloat16).double())
+        hidden = nn.functional.one_hot(input_ids[:, logits_to_keep], len(self.head.weight))
+        return SimpleNamespace(logits=self.head(hidden.to(self.head.weight.dtype)))
+
+
+class Capped(Bigram):
+    """Some models change their logits after the head."""
+
+    def forward(self, **inputs):
+        logits = super().forward(**inputs).logits
+        return SimpleNamespace(logits=30 * torch.tanh(logits / 30))
+
+
+CHUNKS = [0, 1, 10**6]  # bytes: all at once, a position at a time, more than there are
 
 
 def batch_of(*shapes: tuple[int, int]) -> TokenBatch:
@@ -74,10 +94,12 @@ def batch_of(*shapes: tuple[int, int]) -> TokenBatch:
     return collate(made)
 
 
-def test_each_token_is_scored_by_the_one_before_it_after_temperature():
-    model, batch = Bigram(), batch_of((2, 3), (4, 1), (1, 2))
-    output = policy_output(model, batch, temperature=0.5, entropy_grad=False)
-    log_p = (model.table.to(torch.bfloat16).float() / 0.5).log_softmax(-1)
+@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_each_token_is_scored_by_the_one_before_it_after_temperature(chunk, dtype):
+    model, batch = Bigram(dtype=dtype), batch_of((2, 3), (4, 1), (1, 2))
+    output = policy_output(model, batch, temperature=0.5, entropy_grad=False, logits_chunk_bytes=chunk)
+    log_p = (model.table.float() / 0.5).log_softmax(-1)
     for b, t in batch.mask.nonzero().tolist():
         before, token = batch.tokens[b, t - 1], batch.tokens[b, t]
         assert output.logprobs[b, t].item() == pytest.approx(log_p[before, token].item(), abs=1e-5)
@@ -86,17 +108,30 @@ def test_each_token_is_scored_by_the_one_before_it_after_temperature():
     assert output.logprobs.dtype == torch.float32 and output.logprobs.shape == batch.tokens.shape
 
 
-def test_logits_are_computed_only_where_some_row_has_sampled():
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_logits_are_computed_only_where_some_row_has_sampled(chunk):
     model, batch = Bigram(), batch_of((3, 2), (4, 2))
-    output = policy_output(model, batch, temperature=1.0, entropy_grad=False)
+    output = policy_output(model, batch, temperature=1.0, entropy_grad=False, logits_chunk_bytes=chunk)
     assert model.columns == [[2, 3, 4]]  # tokens 3, 4, 5 of six
     assert not output.logprobs[:, :3].any() and not output.entropy[:, :3].any()
 
 
-def test_a_micro_batch_that_counts_for_nothing_still_runs():
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_a_micro_batch_that_counts_for_nothing_still_runs(chunk):
     model = Bigram()
     batch = batch_of((3, 2)).select([])
-    output = policy_output(model, batch, temperature=1.0, entropy_grad=True)
+    output = policy_output(model, batch, temperature=1.0, entropy_grad=True, logits_chunk_bytes=chunk)
     assert output.logprobs.shape == (1, 2) and not batch.mask.any()
     (output.logprobs * batch.mask).sum().backward()
-    assert not model.table.grad.any()
+    assert not model.head.weight.grad.any()
+
+
+def test_a_model_that_caps_its_logits_is_refused_in_chunks_and_right_without():
+    model, batch = Capped(), batch_of((2, 3))
+    with pytest.raises(ValueError, match="Capped scales or caps.*logits_chunk_mb=0"):
+        policy_output(model, batch, temperature=1.0, entropy_grad=False, logits_chunk_bytes=10**6)
+    assert "forward" not in vars(model.head)  # the head is itself again
+    output = policy_output(model, batch, temperature=1.0, entropy_grad=False)
+    capped = (30 * torch.tanh(model.table / 30)).log_softmax(-1)
+    before, token = batch.tokens[0, 1], batch.tokens[0, 2]
+    assert output.logprobs[0, 2].item() == pytest.approx(capped[before, token].item(), abs=1e-5)

@@ -2,6 +2,7 @@ import builtins
 import json
 import math
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -21,14 +22,24 @@ def losses(path):
 def test_each_step_is_a_line_that_is_on_disk_before_the_sink_is_closed(tmp_path):
     sink = JsonlSink(tmp_path / "run", first_step=0)
     sink.write(1, {"loss": 0.5, "norm": math.inf})
-    sink.samples(1, [TEXT, TEXT])
+    sink.samples(1, [TEXT, TEXT, replace(TEXT, in_log=False)])
 
     (record,) = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert (record["step"], record["loss"], record["norm"]) == (1, 0.5, math.inf)
     assert record["wall_time"] > 1.7e9
     assert (
         read_jsonl(tmp_path / "run" / "samples.jsonl")
-        == [{"step": 1, "prompt": "3 + 4 =", "response": "so\n```7```", "reward": 1.0, "truth": "7"}] * 2
+        == [
+            {
+                "step": 1,
+                "prompt": "3 + 4 =",
+                "response": "so\n```7```",
+                "reward": 1.0,
+                "truth": "7",
+                "source": "training",
+            }
+        ]
+        * 2
     )
     sink.close()
 

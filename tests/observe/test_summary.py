@@ -62,7 +62,7 @@ def test_a_summary_that_cannot_be_written_leaves_the_older_one(tmp_path):
 
 
 def test_the_table_shows_before_after_cost_and_where_to_look():
-    table = before_after_table(results(RECORDS) | {"paths": {"tensorboard": "runs/tb", "hf": "runs/hf"}})
+    table = before_after_table(results(RECORDS) | {"paths": {"tensorboard": "runs/tb", "hf": "runs/hf"}, "best": None})
     assert table.splitlines() == [
         "                        before     after",
         "validation accuracy      0.100     0.900",
@@ -78,9 +78,20 @@ def test_the_table_shows_before_after_cost_and_where_to_look():
 
 
 def test_a_run_resumed_at_its_end_still_has_a_table():
-    table = before_after_table(results([RECORDS[0]]) | {"paths": {}})
+    table = before_after_table(results([RECORDS[0]]) | {"paths": {}, "best": None})
     assert "validation accuracy      0.100     0.100" in table
     assert "training reward" not in table
+
+
+def test_the_table_tells_each_validation_file_and_the_best_validation():
+    records = [
+        {"step": step, "time/eval_s": 1.0, "eval/accuracy": 0.1 * step, "eval/math/test/accuracy": 0.2 * step}
+        for step in (1, 4)
+    ]
+    best = {"metric": "eval/accuracy", "mode": "max", "value": 0.4, "step": 4}
+    table = before_after_table(results(records) | {"paths": {}, "best": best}).splitlines()
+    assert table[1:3] == ["validation accuracy      0.100     0.400", "  math/test              0.200     0.800"]
+    assert "best validation       eval/accuracy 0.400 at step 4" in table
 
 
 def test_the_machine_is_described_without_its_name():

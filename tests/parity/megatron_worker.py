@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from rlhf_mp.config.schema import ActorConfig, MegatronConfig, ModelConfig, OptimConfig
 from rlhf_mp.data.types import TokenBatch, Totals
+from rlhf_mp.models.heads import PolicyHead
 from rlhf_mp.models.hf import load_causal_lm
 from rlhf_mp.train import megatron_cpu
 from rlhf_mp.train.accumulate import ForwardSettings
@@ -24,7 +26,9 @@ from rlhf_mp.train.megatron_engine import MegatronEngine, MegatronScorer, init_d
 
 NUM_STEPS = 10
 CPU = torch.device("cpu")
-SETTINGS = ForwardSettings(CPU, temperature=0.7, entropy_grad=True, offload_activations=False)
+ORACLE = ForwardSettings(CPU, PolicyHead(0.7, entropy_grad=True))
+# Five positions' logits at a time (of a vocabulary padded to 128), where the oracle has all at once.
+SETTINGS = ForwardSettings(CPU, PolicyHead(0.7, entropy_grad=True, logits_chunk_bytes=5 * 4 * 128))
 OPTIM = {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.01, "lr_warmup_steps": 3, "lr_scheduler_type": "cosine"}
 # A bias of keys hardly changes attention: its gradient is mostly rounding, which a small epsilon makes a full step.
 OPTIM["eps"] = 1e-6
@@ -119,7 +123,7 @@ class Oracle:
     """TorchEngine's answers."""
 
     def __init__(self, path: str):
-        engine = TorchEngine(load_causal_lm(path, torch.float32), SETTINGS, actor(), NUM_STEPS)
+        engine = TorchEngine(load_causal_lm(path, torch.float32), ORACLE, actor(), NUM_STEPS)
         self.vocab = engine.module.config.vocab_size
         self.scored = [batch(0, self.vocab).select(rows) for rows in ([0, 3], [1], [2, 4, 5])]
         self.checkpoint = {name: p.detach().clone() for name, p in engine.weights()}
@@ -156,9 +160,11 @@ def weight_difference(engine: MegatronEngine, expected: dict[str, torch.Tensor])
 
 @contextmanager
 def engine_of(path: str, knobs: dict) -> Iterator[tuple[MegatronEngine, ModelConfig, ActorConfig]]:
+    knobs = dict(knobs)
+    settings = replace(SETTINGS, head=replace(SETTINGS.head, packed=knobs.pop("packed", False)))
     config = actor(**knobs)
     model = ModelConfig(path=path, dtype="float32", enable_gradient_checkpointing="recompute" in knobs)
-    yield MegatronEngine(model, SETTINGS, config, NUM_STEPS), model, config
+    yield MegatronEngine(model, settings, config, NUM_STEPS), model, config
     parallel_state.destroy_model_parallel()
 
 
@@ -170,7 +176,7 @@ def run_layout(path: str, oracle: Oracle, knobs: dict) -> dict[str, float]:
     with engine_of(path, knobs) as (engine, model, config):
         exported = weight_difference(engine, oracle.checkpoint)
         trained = train(engine, own_cut(engine), oracle.vocab)
-        reference = MegatronScorer(model, SETTINGS, config.megatron)
+        reference = MegatronScorer(model, engine.pipeline.settings, config.megatron)
         return oracle.compare(trained, engine) | {
             "export": exported,
             "score": largest_difference(engine.score(oracle.scored), oracle.score),

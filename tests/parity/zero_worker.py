@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -10,13 +11,17 @@ import torch.distributed as dist
 
 from rlhf_mp.config.schema import ActorConfig, DeepSpeedConfig, OffloadConfig, OptimConfig
 from rlhf_mp.data.types import TokenBatch, Totals
+from rlhf_mp.models.heads import PolicyHead
 from rlhf_mp.models.hf import load_causal_lm
 from rlhf_mp.train.accumulate import ForwardSettings
 from rlhf_mp.train.deepspeed_engine import DeepSpeedEngine, DeepSpeedScorer, init_distributed
 from rlhf_mp.train.torch_engine import TorchEngine
 
 NUM_STEPS = 10
-SETTINGS = ForwardSettings(torch.device("cpu"), temperature=0.7, entropy_grad=True, offload_activations=False)
+ORACLE = ForwardSettings(torch.device("cpu"), PolicyHead(0.7, entropy_grad=True))
+# Five positions' logits at a time (of a vocabulary of 32), where the oracle has all at once.
+SETTINGS = ForwardSettings(torch.device("cpu"), PolicyHead(0.7, entropy_grad=True, logits_chunk_bytes=5 * 4 * 32))
+LAST_CASES = [(3, True, True, False), (3, True, True, True)]  # the last one with use_remove_padding
 # Rows each of one or two ranks gets, cut unevenly: rank 1 has a micro-batch less and gets an empty one.
 CUTS = {1: [[[0, 1, 2], [3], [4, 5]]], 2: [[[0, 1], [2], [3]], [[4, 5], [], []]]}
 
@@ -84,7 +89,7 @@ def main(model_path: str, out: str) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     build = lambda: load_causal_lm(model_path, torch.float32)  # noqa: E731
     vocab = build().config.vocab_size
-    oracle = TorchEngine(build(), SETTINGS, actor(0, False, False), NUM_STEPS)
+    oracle = TorchEngine(build(), ORACLE, actor(0, False, False), NUM_STEPS)
     expected = train(oracle, CUTS[1][0], vocab)
     weights = {name: p.detach().clone() for name, p in oracle.weights()}
     scored = batch(0, vocab)
@@ -92,10 +97,15 @@ def main(model_path: str, out: str) -> None:
 
     results = {}
     cases = [(stage, False, offload) for stage in range(4) for offload in (False, True) if stage or not offload]
-    for stage, param_offload, optimizer_offload in [*cases, (3, True, True)]:
-        engine = DeepSpeedEngine(build, SETTINGS, actor(stage, param_offload, optimizer_offload), NUM_STEPS, "float32")
+    for stage, param_offload, optimizer_offload, packed in [*((*case, False) for case in cases), *LAST_CASES]:
+        settings, make = SETTINGS, build
+        if packed:
+            settings = replace(SETTINGS, head=replace(SETTINGS.head, packed=True))
+            make = lambda: settings.head.load(model_path, torch.float32)  # noqa: E731, B023
+        engine = DeepSpeedEngine(make, settings, actor(stage, param_offload, optimizer_offload), NUM_STEPS, "float32")
         got = train(engine, CUTS[world][rank], vocab)
         name = f"stage {stage}, param_offload {param_offload}, optimizer_offload {optimizer_offload}"
+        name += ", packed" * packed
         exported = {n: (p - weights[n]).abs().max().item() for n, p in engine.weights()}
         results[name] = {
             "loss": (summed_over_ranks(got["loss"]) - torch.tensor(expected["loss"])).abs().max().item(),
@@ -106,7 +116,7 @@ def main(model_path: str, out: str) -> None:
         }
         engine.engine.destroy()
     reference = DeepSpeedScorer(build, SETTINGS, actor(3, False, False), OffloadConfig(param_offload=True), "float32")
-    untrained = TorchEngine(build(), SETTINGS, actor(0, False, False), NUM_STEPS).score([scored])[0]
+    untrained = TorchEngine(build(), ORACLE, actor(0, False, False), NUM_STEPS).score([scored])[0]
     results["reference"] = {"score": (reference.score([scored])[0] - untrained).abs().max().item()}
     moved = max((p - dict(build().named_parameters())[name]).abs().max().item() for name, p in weights.items())
     found = {

@@ -112,7 +112,7 @@ def test_tensor_and_context_parallelism_divide_the_logits():
     shape, batch = find_model("llama-3.1-8b"), Batch(4096, 4096)
     layout = MegatronLayout(8, tp=4, cp=2)
     plan = training_activations(shape, layout, batch, FUSED, 2, last_stage=True)
-    assert plan.logits.value == 4096 / 2 * 128_256 * 6 / 4
+    assert plan.logits.value == 4096 / 2 * 128_256 * 10 / 4
 
 
 def test_logits_by_hand():
@@ -121,7 +121,11 @@ def test_logits_by_hand():
     assert training_activations(shape, ZeroLayout(8), Batch(16_000, 2000), EAGER, 2).logits.value == 41_041_920_000
     assert scoring_activations(shape, ZeroLayout(8), Batch(16_000, 2000), EAGER, 2).logits.value == 24_625_152_000
     chunked = training_activations(shape, ZeroLayout(8), Batch(16_000, 2000, logit_tokens=1000), EAGER, 2)
-    assert chunked.logits.value == 1000 * 128_256 * 20 + 2 * 128_256 * 4096  # a chunk and the head's gradient
+    assert chunked.logits.value == 1000 * 128_256 * 6 + 2 * 128_256 * 4096  # a chunk and the head's gradient
+    scored = scoring_activations(shape, ZeroLayout(8), Batch(16_000, 2000, logit_tokens=1000), EAGER, 2)
+    assert scored.logits.value == 1000 * 128_256 * 8
+    single = training_activations(shape, ZeroLayout(8), Batch(1000, 1000, logit_tokens=1000), EAGER, 2)
+    assert single.logits.value == 1000 * 128_256 * 10  # kept, their gradient, and that in bfloat16
 
 
 def test_a_critic_has_no_logits():

@@ -3,9 +3,19 @@
 import pytest
 
 from rlhf_mp.planner.amount import GB, GIB
-from rlhf_mp.planner.capacity import METHODS, describe_fits, describe_needs, fewest_gpus, what_fits, what_needs
+from rlhf_mp.planner.capacity import (
+    METHODS,
+    describe_fits,
+    describe_needs,
+    fewest_gpus,
+    spread_job,
+    what_fits,
+    what_needs,
+)
 from rlhf_mp.planner.hardware import USABLE, find_gpu
+from rlhf_mp.planner.instances import INSTANCES, PROVIDERS, describe_instances, smallest_instance
 from rlhf_mp.planner.known_models import find_model
+from rlhf_mp.planner.plan import make_plan
 
 
 @pytest.mark.parametrize("size", [8 * GB, 24 * GB, 80 * GIB])
@@ -50,3 +60,23 @@ def test_a_card_too_small_for_any_model_says_so():
 def test_tables_name_both_units():
     assert "GiB" in describe_fits(24 * GB) and "GB" in describe_fits(24 * GB)
     assert "GiB = " in describe_needs(find_model("llama-2-13b"))
+
+
+def test_the_smallest_machine_of_a_cloud_is_enough_and_every_smaller_one_is_not():
+    shape = find_model("llama-2-13b")
+    for provider in PROVIDERS:
+        for method, adapter in METHODS.items():
+            found = smallest_instance(shape, method, provider)
+            if found is None:
+                continue
+            size = find_gpu(found.gpu).memory * found.num_gpus
+            for other in (i for i in INSTANCES if i.provider == provider):
+                fits = make_plan(spread_job(shape, adapter, find_gpu(other.gpu), other.num_gpus)).fits
+                assert fits or other != found
+                assert not fits or find_gpu(other.gpu).memory * other.num_gpus >= size
+
+
+def test_instances_are_of_cards_the_planner_knows_and_a_405b_model_needs_several():
+    assert all(find_gpu(instance.gpu).name == instance.gpu for instance in INSTANCES)
+    assert smallest_instance(find_model("llama-3.1-405b"), "full", "AWS") is None
+    assert "more than one machine" in describe_instances(find_model("llama-3.1-405b"))

@@ -10,10 +10,12 @@ from rlhf_mp.config.load import config_from_dict, load_config
 from rlhf_mp.config.model_folder import count_parameters
 from rlhf_mp.phase import Phase
 from rlhf_mp.planner.amount import GIB
+from rlhf_mp.planner.engine_share import safe_shares
 from rlhf_mp.planner.hardware import find_gpu
 from rlhf_mp.planner.hf_config import read_shape
 from rlhf_mp.planner.plan import make_plan
 from rlhf_mp.planner.preflight import Machine, job_of, nearest_fit, plan_of, plan_problems, this_machine
+from rlhf_mp.planner.report import describe
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -118,12 +120,20 @@ def test_only_what_the_algorithm_scores_is_planned(folder, knob):
 
 
 def test_a_run_that_cannot_fit_says_by_how_much_and_what_would_help(folder):
-    config = run(folder, **{"actor_rollout_ref.rollout.gpu_memory_utilization": 0.6})
-    (problem,) = plan_problems(config, H100)
+    """All logits at once are the largest thing there is: in chunks the same run fits."""
+    too_much = {"actor_rollout_ref.rollout.gpu_memory_utilization": 0.6, "actor_rollout_ref.model.logits_chunk_mb": 0}
+    (problem,) = plan_problems(run(folder, **too_much), H100)
     assert "too much; largest: actor logits" in problem.reason
     assert "trainer.skip_plan=true" in problem.fix
-    helped = run(folder, **{"actor_rollout_ref.rollout.gpu_memory_utilization": 0.6} | knobs(problem.fix.split(";")[0]))
-    assert list(plan_problems(helped, H100)) == []
+    fix = knobs(problem.fix.split(";")[0])
+    assert fix == {"actor_rollout_ref.model.logits_chunk_mb": "512"}
+    assert list(plan_problems(run(folder, **too_much | fix), H100)) == []
+
+
+@pytest.mark.parametrize(("chunk_mb", "expected"), [(512, 841), (1000, 1644), (0, None)])
+def test_logits_are_planned_a_chunk_at_a_time(folder, chunk_mb, expected):
+    job = job_of(run(folder, **{"actor_rollout_ref.model.logits_chunk_mb": chunk_mb}), H100)
+    assert job.batch.logit_tokens == expected  # e.g. 512e6 / (4 x 152,064)
 
 
 def test_what_fits_has_no_problems(folder):
@@ -180,3 +190,82 @@ def test_a_megatron_run_is_planned_with_its_own_layout(folder):
     assert (job.layout.tp, job.layout.pp, job.layout.cp, job.layout.dp) == (4, 2, 1, 1)
     assert job.layout.sequence_parallel
     assert job.batch.recompute == "selective"
+
+
+@pytest.mark.parametrize(("chosen", "width"), [("fp8_e5m2", 1), ("bfloat16", 2), ("auto", 2), (None, 2)])
+def test_the_cache_is_as_wide_as_the_engine_is_told(folder, chosen, width):
+    words = {"actor_rollout_ref.rollout.engine_args": f"{{kv_cache_dtype: {chosen}}}"} if chosen else {}
+    plan = plan_of(run(folder, **words), H100)
+    assert plan.job.engine.cache_bytes == width
+    # 28 layers, 4 KV heads of 128, keys and values
+    pool = next(t.bytes for t in plan.moments[0].terms if t.label == "engine KV cache")
+    assert plan.cache_tokens == pytest.approx(pool / (2 * 28 * 4 * 128 * width))
+
+
+def test_a_cache_type_of_unknown_size_is_a_problem(folder):
+    words = {"actor_rollout_ref.rollout.engine_args": "{kv_cache_dtype: int3}"}
+    (problem,) = plan_problems(run(folder, **words), H100)
+    assert "int3" in str(problem) and "fp8_e4m3" in problem.fix
+
+
+def test_sampling_concurrency_and_the_training_batch_are_apart(folder):
+    def sizes(plan):
+        return {term.label: term.bytes for moment in plan.moments for term in moment.terms}
+
+    few, many = (sizes(plan_of(run(folder, **{"actor_rollout_ref.rollout.max_num_seqs": n}), H100)) for n in (64, 512))
+    changed = {label for label in few if few[label] != many[label]}
+    assert changed == {"engine graphs and workspace"}
+    whole = {"actor_rollout_ref.model.logits_chunk_mb": 0}  # otherwise logits are as large as a chunk
+    tokens = {"actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 4096}
+    longer, base = sizes(plan_of(run(folder, **whole, **tokens), H100)), sizes(plan_of(run(folder, **whole), H100))
+    assert {"actor logits", "actor activations"} <= {label for label in base if base[label] != longer[label]}
+    assert base["engine graphs and workspace"] == longer["engine graphs and workspace"]
+
+
+def test_megatron_in_float32_keeps_no_second_copy_of_the_weights(folder):
+    words = {"actor_rollout_ref.actor.strategy": "megatron", "actor_rollout_ref.model.dtype": "float32"}
+    words |= {"actor_rollout_ref.actor.megatron.tensor_model_parallel_size": 8}
+    labels = {term.label for term in plan_of(run(folder, **words), H100).moments[0].terms}
+    assert "actor master weights" not in labels and "actor optimizer moments" in labels
+
+
+HEADLINE = {
+    "grpo_qwen2.5_3b_deepspeed": (4, "Qwen2.5-3B"),
+    "grpo_llama3.1_8b_deepspeed": (8, "Llama-3.1-8B"),
+    "grpo_qwen2.5_32b_deepspeed": (16, "Qwen2.5-32B"),
+    "grpo_llama3.1_70b_deepspeed": (32, "Llama-3.1-70B"),
+}
+
+
+@pytest.mark.parametrize("name", HEADLINE)
+def test_the_headline_configs_fit_cards_of_80_gb(name):
+    config = load_config(ROOT / "configs" / f"{name}.yaml", [])
+    plan = plan_of(config, H100)
+    assert (plan.job.layout.num_ranks, plan.job.model.name) == HEADLINE[name]
+    assert plan.fits, plan.problems
+
+
+def test_the_engines_share_is_bounded_on_both_sides(folder):
+    job = plan_of(run(folder, **{"actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 4096}), H100).job
+    low, high = safe_shares(job)
+
+    def fits(share):
+        return make_plan(replace(job, engine=replace(job.engine, memory_fraction=share))).fits
+
+    assert fits(low) and fits(high) and not fits(low - 0.01) and not fits(high + 0.01)
+    assert f"{low:.2f} to {high:.2f} fit" in describe(make_plan(job))
+    assert safe_shares(replace(job, gpu=find_gpu("rtx4090"))) is None
+
+
+def test_the_cache_that_is_wanted_grows_with_the_responses_per_prompt(folder):
+    def wanted(n):
+        words = {"actor_rollout_ref.rollout.n": n, "data.train_batch_size": 8, "trainer.n_gpus_per_node": 1}
+        words |= {"actor_rollout_ref.actor.ppo_mini_batch_size": 8, "actor_rollout_ref.rollout.max_num_seqs": 1024}
+        words |= {"actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 1024}
+        card = Machine(replace(find_gpu("b200"), memory=10 * find_gpu("b200").memory), None)
+        (line,) = [s for s in describe(plan_of(run(folder, **words), card)).splitlines() if "cache wanted" in s]
+        return float(line.split()[2])
+
+    # 8 prompts x n responses of 1,024 tokens, 57,344 bytes each
+    assert wanted(4) == pytest.approx(8 * 4 * 1024 * 57_344 / GIB, abs=0.01)
+    assert wanted(16) == pytest.approx(4 * wanted(4), abs=0.02)

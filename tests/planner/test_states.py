@@ -5,14 +5,15 @@ import pytest
 from rlhf_mp.planner.amount import GB, amount
 from rlhf_mp.planner.hardware import find_gpu
 from rlhf_mp.planner.job import (
-    ADAM_8BIT,
     BF16,
     BF16_FP32_GRADS,
     FP32,
+    OPTIMIZER_MOMENTS,
     Adapter,
     MegatronLayout,
     TorchLayout,
     ZeroLayout,
+    with_optimizer,
 )
 from rlhf_mp.planner.known_models import find_model
 from rlhf_mp.planner.states import (
@@ -108,7 +109,9 @@ def test_with_offload_deepspeeds_estimator_agrees_up_to_the_buffer_it_forgets(of
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("precision", [BF16, ADAM_8BIT, BF16_FP32_GRADS])
+@pytest.mark.parametrize(
+    "precision", [BF16, BF16_FP32_GRADS, *(with_optimizer(BF16, name) for name in OPTIMIZER_MOMENTS)]
+)
 def test_one_rank_holds_everything_at_every_stage(stage, precision):
     assert on_gpu(trained_states(Role.actor, 1000, ZeroLayout(1, stage), precision)) == precision.total * 1000
 
@@ -158,8 +161,9 @@ def test_megatron_alone_holds_every_parameter():
 
 def test_the_vocabulary_is_padded_to_what_tensor_parallelism_can_split():
     assert padded_vocab(151_936, 1) == 151_936  # 1187 x 128
-    assert padded_vocab(151_936, 4) == 152_064  # 297 x 512
-    assert padded_vocab(1, 8) == 1024
+    assert padded_vocab(151_936, 4) == 151_936  # 128 is a multiple of 4
+    assert padded_vocab(1, 8) == 128
+    assert padded_vocab(150, 3) == 384  # lcm(128, 3)
 
 
 def test_frozen_models_are_spread_too():

@@ -97,3 +97,23 @@ def test_decoding_is_bound_by_the_weights_when_few_sequences_run():
     cache = 1024 * 131_072  # 512 + 1024 / 2 tokens on average
     expected = 1024 * ((2 * LLAMA.num_params + cache) / (0.65 * 3.35e12) + 0.004)
     assert time == pytest.approx(expected, rel=0.02)
+
+
+def test_utilization_falls_with_the_tokens_of_a_micro_batch():
+    card = replace(find_gpu("h100"), memory=1e13)
+    shares = [
+        step_time(make_plan(replace(JOB, gpu=card, layout=ZeroLayout(8, 2), batch=Batch(tokens, 512))), LOAD).train_mfu
+        for tokens in (512, 1024, 2048, 4096)
+    ]
+    assert shares == sorted(shares) and shares[0] < 0.75 * shares[-1]
+
+
+@pytest.mark.parametrize("layout", [ZeroLayout, lambda gpus: MegatronLayout(gpus, tp=8, pp=gpus // 8)])
+def test_twice_the_gpus_are_less_than_twice_as_fast(layout):
+    def speed(gpus):
+        job = replace(JOB, layout=layout(gpus), batch=Batch(4096, 1536), engine=Engine(tp=1, num_engines=gpus))
+        return step_time(make_plan(job), LOAD).tokens_per_second
+
+    gains = [speed(2 * gpus) / speed(gpus) for gpus in (8, 16, 32)]
+    assert all(gain < 2 for gain in gains)
+    assert speed(64) / speed(8) < 0.9 * 8  # over eight machines

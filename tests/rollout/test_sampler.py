@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rlhf_mp.data.prompts import Prompt
 from rlhf_mp.errors import EngineError
-from rlhf_mp.rewards.weighted import Judged
+from rlhf_mp.rewards.weighted import Worth
 from rlhf_mp.rollout.base import Completion, SamplingParams
 from rlhf_mp.rollout.sampler import Sampler, response_seed
 
@@ -55,7 +55,7 @@ class LastTokenReward:
 
     async def score(self, prompt, responses):
         self.asked.append((prompt, [response.text for response in responses]))
-        return [Judged(float(r.text.split()[-1]), {"last": float(r.num_tokens)}) for r in responses]
+        return [Worth(float(r.text.split()[-1]), {"last": float(r.num_tokens)}) for r in responses]
 
 
 def sampler(*engines: FakeEngine) -> tuple[Sampler, LastTokenReward]:

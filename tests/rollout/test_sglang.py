@@ -1,6 +1,8 @@
 """A real SGLang server: its log-probs against the trainer's, before and after swaps, and swaps that must fail."""
 
 import asyncio
+import contextlib
+import os
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from rlhf_mp.config.schema import ActorConfig
 from rlhf_mp.data.collate import collate
 from rlhf_mp.data.types import Trajectory
 from rlhf_mp.errors import SyncError
+from rlhf_mp.models.heads import PolicyHead
 from rlhf_mp.models.hf import load_causal_lm
 from rlhf_mp.rollout.base import SamplingParams
 from rlhf_mp.rollout.sglang_client import EngineControl, SGLangClient
@@ -30,7 +33,7 @@ BUCKET_BYTES = 400_000  # several buckets for 3 MB of weights
 
 
 def trainer(path: Path, temperature: float = 1.0) -> TorchEngine:
-    settings = ForwardSettings(CPU, temperature=temperature, entropy_grad=False, offload_activations=False)
+    settings = ForwardSettings(CPU, PolicyHead(temperature))
     return TorchEngine(load_causal_lm(str(path), torch.float32), settings, ActorConfig(), num_steps=1)
 
 
@@ -94,6 +97,17 @@ def largest_difference(server, engine: TorchEngine, temperature: float = 1.0) ->
     return (engine.score([batch])[0] - batch.rollout_logprobs).abs().max().item()
 
 
+def test_the_key_of_a_server_is_on_no_command_line_and_in_no_log(sglang_server):
+    group = os.getpgid(sglang_server.process.pid)
+    lines = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            if os.getpgid(int(process.name)) == group:
+                lines.append((process / "cmdline").read_text())
+    assert len(lines) >= 2  # the server and its workers
+    assert sglang_server.address.key not in "\n".join([*lines, sglang_server.log_file.read_text()])
+
+
 def test_logprobs_agree_with_the_trainer_before_any_swap(sglang_server, tiny_checkpoint):
     assert largest_difference(sglang_server, trainer(tiny_checkpoint)) <= 1e-4
 
@@ -151,22 +165,22 @@ def test_a_tensor_left_out_is_refused_by_name(syncs, changed, transport):
 @pytest.mark.parametrize("transport", list(VERSIONS))
 def test_a_tensor_corrupted_on_the_way_is_refused_by_name(syncs, changed, transport, monkeypatch):
     sync = syncs[transport]
-    send = sync.transport.send
+    start = sync.transport.start
 
     def flip_one_bit(bucket):
         if bucket.slots[0].name == "model.embed_tokens.weight":
             bucket.data[1000] ^= 1
-        send(bucket)
+        return start(bucket)
 
-    monkeypatch.setattr(sync.transport, "send", flip_one_bit)
+    monkeypatch.setattr(sync.transport, "start", flip_one_bit)
     with pytest.raises(SyncError, match=r"model\.embed_tokens\.weight: checksum"):
         sync.push(changed.weights(), 99, must_differ=False)
 
 
 def test_a_bucket_sent_twice_is_refused(syncs, changed, monkeypatch):
     sync = syncs["tensor"]
-    send = sync.transport.send
-    monkeypatch.setattr(sync.transport, "send", lambda bucket: (send(bucket), send(bucket)))
+    start = sync.transport.start
+    monkeypatch.setattr(sync.transport, "start", lambda bucket: (start(bucket)(), start(bucket))[1])
     with pytest.raises(SyncError, match="arrived twice"):
         sync.push(changed.weights(), 99, must_differ=False)
 

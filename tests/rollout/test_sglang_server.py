@@ -4,7 +4,9 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -161,14 +163,15 @@ def test_an_exit_code_in_words(code, words):
 
 
 HEALTHY = f"""#!{sys.executable}
-import sys
+import json, sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
-key, port = sys.argv[sys.argv.index("--api-key") + 1], int(sys.argv[sys.argv.index("--port") + 1])
+keys, port = (sys.argv[sys.argv.index(name) + 1] for name in ("--config", "--port"))
+key = json.load(open(keys))["api-key"]
 class Health(BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200 if self.headers["Authorization"] == f"Bearer {{key}}" else 401)
         self.end_headers()
-HTTPServer(("127.0.0.1", port), Health).serve_forever()
+HTTPServer(("127.0.0.1", int(port)), Health).serve_forever()
 """
 
 
@@ -198,6 +201,16 @@ def test_a_server_is_ready_when_it_answers_even_behind_a_proxy(start, monkeypatc
     server = start(HEALTHY)
     server.wait_ready(20)
     server.check_alive()
+
+
+def test_the_key_lies_in_a_private_file_until_the_server_has_read_it(start, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    server = start(HEALTHY)
+    assert server.address.key not in Path(f"/proc/{server.process.pid}/cmdline").read_text()
+    (file,) = tmp_path.glob("*.yaml")
+    assert file.stat().st_mode & 0o077 == 0 and server.address.key in file.read_text()
+    server.wait_ready(20)
+    assert not file.exists()
 
 
 def test_a_server_that_ends_is_reported_with_the_end_of_its_log(start):

@@ -16,7 +16,6 @@ megatron_cpu.install()
 
 from rlhf_mp.train.megatron_inputs import packed, padded  # noqa: E402
 from rlhf_mp.train.megatron_layers import zigzag_positions  # noqa: E402
-from rlhf_mp.train.megatron_logprobs import vocab_parallel_logprobs_and_entropy  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -80,36 +79,3 @@ def test_context_parallel_ranks_share_positions_and_work_evenly(ranks):
     shares = [zigzag_positions(rank, ranks, length, torch.device("cpu")) for rank in range(ranks)]
     assert torch.cat(shares).sort().values.tolist() == list(range(length))
     assert len({int((share + 1).sum()) for share in shares}) == 1  # position p attends to p + 1 keys
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_padded_vocabulary_gets_no_probability(group, temperature):
-    """Against log_softmax over the real columns alone, values and gradients."""
-    torch.manual_seed(0)
-    tokens = torch.tensor([0, 4, 2])
-    ours = torch.randn(3, 8, requires_grad=True)  # 5 real columns
-    theirs = ours.detach()[:, :5].clone().requires_grad_()
-    before = ours.detach().clone()
-
-    got = vocab_parallel_logprobs_and_entropy(ours, tokens, group, 5, temperature=temperature, entropy_grad=True)
-    log_p = (theirs / temperature).log_softmax(-1)
-    expected = log_p[torch.arange(3), tokens], -(log_p.exp() * log_p).sum(-1)
-    for a, b in zip(got, expected, strict=True):
-        torch.testing.assert_close(a, b)
-    weights = torch.tensor([1.0, -2.0, 0.5])
-    for logprobs, entropy in (got, expected):
-        ((logprobs + 0.3 * entropy) * weights).sum().backward()
-    torch.testing.assert_close(ours.grad[:, :5], theirs.grad)
-    assert ours.grad[:, 5:].abs().max() == 0
-    assert torch.equal(ours.detach(), before)  # logits are read, not used up
-
-
-def test_entropy_without_gradient_costs_none(group):
-    logits = torch.randn(2, 4, requires_grad=True)
-    logprobs, entropy = vocab_parallel_logprobs_and_entropy(
-        logits, torch.tensor([1, 2]), group, 4, temperature=1.0, entropy_grad=False
-    )
-    assert logprobs.requires_grad and not entropy.requires_grad
-    logprobs.sum().backward()
-    expected = torch.nn.functional.one_hot(torch.tensor([1, 2]), 4) - logits.detach().softmax(-1)
-    torch.testing.assert_close(logits.grad, expected)

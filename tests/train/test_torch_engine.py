@@ -10,6 +10,7 @@ from rlhf_mp.config.derive import derive
 from rlhf_mp.config.schema import ActorConfig, OptimConfig, RunConfig
 from rlhf_mp.data.collate import collate
 from rlhf_mp.data.types import TokenBatch, Totals, Trajectory
+from rlhf_mp.models.heads import PolicyHead
 from rlhf_mp.models.hf import load_causal_lm
 from rlhf_mp.models.tiny import TinyShape, character_tokenizer, make_checkpoint
 from rlhf_mp.train.accumulate import ForwardSettings
@@ -30,9 +31,9 @@ def path(tmp_path_factory) -> str:
 
 
 def engine(path: str, optim: OptimConfig = OPTIM, grad_clip: float = 0.0, **settings) -> TorchEngine:
-    chosen = {"temperature": 0.7, "entropy_grad": True, "offload_activations": False} | settings
+    head = PolicyHead(**{"temperature": 0.7, "entropy_grad": True} | settings)
     actor = ActorConfig(optim=optim, grad_clip=grad_clip)
-    return TorchEngine(load_causal_lm(path, torch.float32), ForwardSettings(CPU, **chosen), actor, num_steps=10)
+    return TorchEngine(load_causal_lm(path, torch.float32), ForwardSettings(CPU, head), actor, num_steps=10)
 
 
 def trajectories() -> list[Trajectory]:

@@ -13,9 +13,11 @@ import torch
 from rlhf_mp import checkpoint
 from rlhf_mp.cluster.ranks import Ranks
 from rlhf_mp.errors import CheckpointError
+from rlhf_mp.trainer.best import Best
 from rlhf_mp.trainer.checkpoints import RunCheckpoints
 
 MODEL = {"hidden_size": 64, "vocab_size": 96}
+TRAINED = {"actor_rollout_ref.actor.strategy": "deepspeed", "critic.strategy": "megatron"}
 
 
 class Actor:
@@ -45,12 +47,15 @@ class Rollouts:
 
 
 def trainer(step: int = 0, weight: int = 0, rank: int = 0) -> SimpleNamespace:
-    return SimpleNamespace(step=step, actor=Actor(weight, rank), rollouts=Rollouts())
+    actor, critic = Actor(weight, rank), Actor(-weight, rank)
+    trained = {"actor": actor, "critic": critic}
+    return SimpleNamespace(step=step, actor=actor, critic=critic, trained=trained, rollouts=Rollouts(), best=None)
 
 
 def checkpoints(run_dir: Path, ranks: Any = None, **changed: Any) -> RunCheckpoints:
     said = []
     knobs = {"keep": 2, "resume_from": None, "resume": True, "identity": MODEL, "export": None, "say": said.append}
+    knobs["trained"] = TRAINED
     made = RunCheckpoints(run_dir, ranks or Ranks(0, 1), **knobs | changed)
     made.said = said
     return made
@@ -75,7 +80,8 @@ def steps(run_dir: Path) -> list[int]:
 def test_a_run_continues_where_its_newest_checkpoint_stands(tmp_path):
     save(tmp_path, 3, 6)
     fresh, said = resumed(tmp_path)
-    assert (fresh.step, fresh.actor.weight, fresh.rollouts.loaded) == (6, 106, {"batch": 60})
+    assert (fresh.step, fresh.actor.weight, fresh.critic.weight) == (6, 106, -106)
+    assert fresh.rollouts.loaded == {"batch": 60}
     assert said == [f"resumed from {checkpoint.folder_of(tmp_path, 6)} at step 6"]
 
 
@@ -163,6 +169,19 @@ def test_another_number_of_ranks_is_refused(tmp_path):
     save(tmp_path, 3)
     with pytest.raises(CheckpointError, match=r"was written by 1 rank\(s\), this run has 4\n    fix: "):
         resumed(tmp_path, ranks=Ranks(0, 4))
+
+
+@pytest.mark.parametrize(
+    ("now", "reason"),
+    [
+        (TRAINED | {"critic.strategy": "deepspeed"}, "critic.strategy = megatron, this run has deepspeed"),
+        ({"actor_rollout_ref.actor.strategy": "deepspeed"}, "critic.strategy = megatron, this run has nothing"),
+    ],
+)
+def test_other_backends_and_another_set_of_models_are_refused(tmp_path, now, reason):
+    save(tmp_path, 3)
+    with pytest.raises(CheckpointError, match=f"was written with {reason}\n    fix: "):
+        resumed(tmp_path, trained=now)
 
 
 def test_an_export_lies_in_the_checkpoint_and_is_protected_with_it(tmp_path):
@@ -253,7 +272,7 @@ def test_a_checkpoint_holds_what_every_rank_wrote_and_each_gets_its_own_back(tmp
     assert on_two_ranks(write) == [None, None]
     folder = checkpoint.folder_of(tmp_path, 3)
     assert {str(f.relative_to(folder)) for f in folder.rglob("*_?*") if f.is_file()} == {
-        "actor/rank_0", "actor/rank_1", "rng_0.pt", "rng_1.pt",
+        "actor/rank_0", "actor/rank_1", "critic/rank_0", "critic/rank_1", "rng_0.pt", "rng_1.pt",
     }  # fmt: skip
     assert [*checkpoint.damage(folder, checksums=True)] == []  # nothing was sealed before all had written
     assert on_two_ranks(read) == [(3, 10, {"batch": 30}), (3, 11, {"batch": 30})]
@@ -269,3 +288,27 @@ def test_all_ranks_continue_from_the_one_that_rank_0_chose(tmp_path):
         return fresh.step
 
     assert on_two_ranks(read) == [3, 3]
+
+
+def test_the_best_checkpoint_outlives_newer_ones_until_there_is_a_better(tmp_path):
+    made, run = checkpoints(tmp_path, keep=2), trainer()
+    run.best = Best("eval/accuracy", "max")
+    accuracies = {1: 0.2, 2: 0.9, 3: 0.5, 4: 0.6, 5: 0.9, 6: 0.95, 7: 0.1}
+    kept = []
+    for run.step, accuracy in accuracies.items():
+        run.best.offer(run.step, {"eval/accuracy": accuracy})
+        made.save(run)
+        kept.append(sorted(steps(tmp_path)))
+    assert kept == [[1], [1, 2], [2, 3], [2, 3, 4], [2, 4, 5], [5, 6], [6, 7]]
+
+
+def test_a_resumed_run_knows_the_best_of_the_steps_before(tmp_path):
+    made, run = checkpoints(tmp_path), trainer(4)
+    run.best = Best("eval/accuracy", "max", 0.9, 2)
+    made.save(run)
+    same, other = trainer(), trainer()
+    same.best, other.best = Best("eval/accuracy", "max"), Best("eval/reward_mean", "max")
+    for fresh in (same, other):
+        checkpoints(tmp_path).load_newest(fresh)
+    assert (same.best.value, same.best.step) == (0.9, 2)
+    assert (other.best.value, other.best.step) == (None, None)  # it was another metric's

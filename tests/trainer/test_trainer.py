@@ -8,10 +8,11 @@ import torch
 
 from rlhf_mp.algorithms.base import Algorithm
 from rlhf_mp.data.collate import collate
-from rlhf_mp.data.types import MiniBatch, SampleText, Share, Totals, Trajectory
+from rlhf_mp.data.types import MiniBatch, SampleText, Share, TokenTrace, Totals, Trajectory
 from rlhf_mp.errors import EngineError
 from rlhf_mp.observe.metrics import MetricLog
 from rlhf_mp.phase import Phase
+from rlhf_mp.trainer.best import Best
 from rlhf_mp.trainer.trainer import Schedule, Trainer, padding, scored
 
 # Two prompts with two responses each; rows of 3, 5, 4 and 3 tokens.
@@ -196,6 +197,14 @@ def test_without_validation_data_nothing_is_evaluated():
     assert ("evaluate",) not in events
 
 
+def test_a_validation_returns_what_it_found():
+    made = trainer(1, [])
+    found = made.evaluate()
+    assert found["eval/accuracy"] == 0.75 and found["time/eval_s"] > 0
+    made.has_validation = False
+    assert made.evaluate() == {}
+
+
 @pytest.mark.parametrize(("old", "reference"), [(False, False), (True, False), (False, True), (True, True)])
 def test_only_what_the_algorithm_needs_is_scored_and_before_any_update(old, reference):
     events = []
@@ -320,8 +329,12 @@ def test_scores_come_back_to_the_rows_they_are_of():
 def test_padding_by_hand():
     batch = collate(TRAJECTORIES)
     # rows of 3 and 5 tokens: 10 positions, 8 real; a row of 4 alone; an empty micro-batch computes 2 for nothing
-    metrics = padding([batch.select(rows) for rows in ([0, 1], [2], [])])
+    micro_batches = [batch.select(rows) for rows in ([0, 1], [2], [])]
+    metrics = padding(micro_batches, packed=False)
     assert metrics == {"train/tokens": (12.0, 1), "train/padding_fraction": (4.0, 16)}
+    # packed, only the empty micro-batch is padding
+    metrics = padding(micro_batches, packed=True)
+    assert metrics == {"train/tokens": (12.0, 1), "train/padding_fraction": (2.0, 14)}
 
 
 @pytest.mark.parametrize(
@@ -339,3 +352,29 @@ def test_a_share_without_spread_still_takes_its_steps():
     made.rollouts.share = replace(SHARE, trajectories=equal)
     made.train()
     assert [event for event in events if event[0] == "train"] == [("train", 12), ("train", 6)]
+
+
+def test_the_best_validation_is_saved_though_no_checkpoint_is_due():
+    events = []
+    made = trainer(4, events, test_freq=1, best=Best("eval/accuracy", "max"))
+    accuracies = iter([0.5, 0.25, 0.75, 0.75])
+    made.rollouts.evaluate = lambda: ({"accuracy": (next(accuracies), 1.0)}, [])
+    made.train()
+    assert [event for event in events if event[0] == "save"] == [("save", 1), ("save", 3), ("save", 4)]
+    assert (made.best.value, made.best.step) == (0.75, 3)
+
+
+def test_samples_of_a_step_come_with_their_advantages():
+    made, shown = trainer(1, []), []
+    trace = TokenTrace([3, 3, 3, 3], [-0.3] * 4, [True] * 4, "length")
+    sample = SampleText("7", "9", 0.5, "21", trace=trace, row=1)
+    made.rollouts.share = replace(
+        SHARE,
+        trajectories=[TRAJECTORIES[0], replace(TRAJECTORIES[1], reward=0.5)],
+        score_rows=[[0, 1]],
+        minibatches=[],
+        samples=[sample, replace(sample, row=None)],
+    )
+    made.log.samples = lambda step, texts: shown.extend(texts)
+    made.train()
+    assert [text.trace.advantages for text in shown[:2]] == [[0.5] * 4, None]

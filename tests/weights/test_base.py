@@ -49,8 +49,15 @@ class FakeTransport:
     def connect(self, engines):
         self.connected = [engine.name for engine in engines]
 
-    def send(self, bucket):
-        self.events.append(("send", [slot.name for slot in bucket.slots]))
+    def start(self, bucket):
+        names, content = [slot.name for slot in bucket.slots], bucket.data.clone()
+        self.events.append(("start", names))
+
+        def wait():
+            assert torch.equal(bucket.data, content)  # nobody writes to what is still being read
+            self.events.append(("sent", names))
+
+        return wait
 
     def finish(self):
         self.events.append(("finish",))
@@ -58,7 +65,7 @@ class FakeTransport:
 
 def sync(events: list, *, engines: int = 1, dtype=torch.float32, is_sender: bool = True) -> WeightSync:
     controls = [FakeEngine(f"engine {i}", events) for i in range(engines)] if is_sender else []
-    packer = Packer(40, CPU, shared=False)
+    packer = Packer(80, CPU, shared=False)
     return WeightSync(FakeTransport(events), controls, packer, dtype=dtype, is_sender=is_sender, workers_per_engine=2)
 
 
@@ -72,8 +79,10 @@ def test_engines_pause_before_the_first_byte_and_resume_after_the_proof():
     assert events == [
         ("engine 0", "pause"),
         ("engine 0", "begin", 2),  # once for each worker
-        ("send", ["w0", "w1"]),
-        ("send", ["w2", "w3"]),
+        ("start", ["w0", "w1"]),
+        ("sent", ["w0", "w1"]),
+        ("start", ["w2", "w3"]),
+        ("sent", ["w2", "w3"]),
         ("finish",),
         ("engine 0", "commit", 2, 3),
         ("engine 0", "resume"),
@@ -93,7 +102,8 @@ def test_other_ranks_help_to_gather_and_to_send_and_do_no_more():
     events = []
     made = sync(events, is_sender=False)
     assert made.push(weights(3), 3, must_differ=True) == {}
-    assert events == [("send", ["w0", "w1"]), ("send", ["w2", "w3"])]
+    both = [["w0", "w1"], ["w2", "w3"]]
+    assert events == [(what, names) for names in both for what in ("start", "sent")]
     assert made.transport.connected is None
 
 
