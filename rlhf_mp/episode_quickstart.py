@@ -40,7 +40,7 @@ from rlhf_mp.train.torch_engine import TorchEngine
 CHARACTERS = "0123456789<>?*=;!"
 NUMBERS, FACTORS = range(16), range(10, 100)
 NUM_TRAIN, NUM_HELD_OUT, NUM_DEMONSTRATIONS = 512, 64, 4096
-BATCH, LEARNING_RATE, MAX_TURNS, MAX_TOKENS = 256, 1e-3, 4, 32
+BATCH, LEARNING_RATE, MAX_TURNS, MAX_TOKENS = 64, 1e-3, 4, 32
 
 Player = Callable[[str, random.Random], str]
 """What was written so far, ends of turns included as "|", to the next turn."""
