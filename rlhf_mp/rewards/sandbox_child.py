@@ -142,6 +142,7 @@ def run(spec: dict, user: int | None = None) -> int:
         os.setgroups([])
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # after changing the user, which clears it
     resource.setrlimit(resource.RLIMIT_NPROC, (spec["max_processes"], spec["max_processes"]))
     os.closerange(3, 256)
     clean = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}

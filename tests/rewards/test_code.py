@@ -2,11 +2,16 @@
 
 import asyncio
 import json
+import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 
+from rlhf_mp.cluster.first_failure import wait_until
 from rlhf_mp.config.reward import CodeTerm
 from rlhf_mp.data.prompts import Prompt
 from rlhf_mp.rewards.base import Failure, Response, Setting
@@ -126,6 +131,24 @@ def test_no_network_no_files_no_privileges_no_more_processes(program, tmp_path):
     ran, touched = asyncio.run(run())
     assert ran.exit_code == 1 and "Error" in ran.errors and not ran.timed_out
     assert not touched
+
+
+def test_a_program_ends_with_whoever_started_it(isolation, tmp_path):
+    script = tmp_path / "starts.py"
+    script.write_text(
+        "import asyncio\nfrom rlhf_mp.rewards.sandbox import Limits, Sandbox\n"
+        "limits = Limits(timeout_s=300, memory_mb=256, file_mb=4, max_processes=16)\n"
+        f"asyncio.run(Sandbox({isolation!r}, limits).run('import time; time.sleep(300)'))\n"
+    )
+    starter = subprocess.Popen(
+        [sys.executable, script], env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    )
+    try:
+        assert wait_until(running, 60)
+    finally:
+        starter.kill()
+        starter.wait()
+    assert wait_until(lambda: not running(), 20)
 
 
 def test_the_environment_holds_nothing_of_the_runs(isolation, monkeypatch):
