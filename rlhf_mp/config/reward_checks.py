@@ -37,7 +37,8 @@ def written_reward_problems(reward: RewardConfig) -> Iterator[Problem]:
     for name in ("name", "timeout_s"):
         value = getattr(reward, name)
         if reward.terms and value != getattr(RewardConfig(), name):
-            yield Problem(f"reward.{name}", value, "no effect with reward.terms", "remove it; terms have their own")
+            fix = f"remove it, or reward.{name}={getattr(RewardConfig(), name)}, the default; terms have their own"
+            yield Problem(f"reward.{name}", value, "no effect with reward.terms", fix)
 
 
 def reward_problems(config: RunConfig) -> Iterator[Problem]:

@@ -14,7 +14,6 @@ from typing import Any
 
 from rlhf_mp.config.reward import FunctionTerm
 from rlhf_mp.data.prompts import Prompt
-from rlhf_mp.errors import RewardError
 from rlhf_mp.rewards.base import Failure, Response, Setting
 from rlhf_mp.rewards.worker import WorkerDied, WorkerPool, WorkFailed
 
@@ -30,10 +29,7 @@ class FunctionReward:
         )  # fmt: skip
 
     async def start(self) -> str:
-        try:
-            await self._pool.start()
-        except (WorkFailed, RuntimeError) as error:
-            raise RewardError(f"reward {self.term.name}: {error}") from error
+        await self._pool.start(self.term.name)
         return f"{self.term.name} runs in {self.term.num_workers} process(es) of {self.term.memory_mb} MB"
 
     async def score(self, prompt: Prompt, responses: Sequence[Response]) -> Sequence[float | Failure]:

@@ -29,6 +29,7 @@ class MathReward:
         self._pool = WorkerPool(comparison, size=term.num_workers, timeout_s=term.timeout_s, memory_mb=term.memory_mb)
 
     async def start(self) -> str:
+        await self._pool.start("math")
         return ""
 
     async def score(self, prompt: Prompt, responses: Sequence[Response]) -> Sequence[float | Failure]:

@@ -20,6 +20,7 @@ class RegexReward:
         self._pool = WorkerPool(search, (term.pattern,), size=1, timeout_s=term.timeout_s, memory_mb=MEMORY_MB)
 
     async def start(self) -> str:
+        await self._pool.start("regex")
         return ""
 
     async def score(self, prompt: Prompt, responses: Sequence[Response]) -> Sequence[float | Failure]:

@@ -17,6 +17,8 @@ from typing import Any
 
 import psutil
 
+from rlhf_mp.errors import RewardError
+
 EXIT_TIMEOUT_S = 10.0
 START_TIMEOUT_S = 120.0  # imports, on a busy machine
 GRACE_S = 1.0  # the process's own alarm goes first; the parent's patience is for one that switched it off
@@ -177,13 +179,16 @@ class WorkerPool:
             self._idle.put(None)
         self.workers: set[Worker] = set()
 
-    async def start(self) -> None:
-        """Start one worker now, so that what cannot work says so early.
+    async def start(self, name: str) -> None:
+        """Start one worker now: what cannot work says so early, and the first group does not wait for imports.
 
         Raises:
-            WorkFailed: what the work needs is not there.
+            RewardError: what the work needs is not there.
         """
-        await asyncio.get_running_loop().run_in_executor(self._threads, self._warm)
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._threads, self._warm)
+        except RuntimeError as error:  # did not start, or could not prepare the work
+            raise RewardError(f"reward {name}: {error}") from error
 
     async def call(self, *arguments: Any) -> Any:
         """Run the work in a free worker. Raises what ``Worker.call`` raises."""
