@@ -6,7 +6,7 @@ A term is written as a mapping, ``{name: math, weight: 0.8}``; which keys it may
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rlhf_mp.config.knob import knob
+from rlhf_mp.config.knob import knob, section
 
 JUDGE_TEMPLATE = """You are grading an answer.
 
@@ -147,6 +147,15 @@ KINDS: dict[str, type[Term]] = {
 
 
 @dataclass
+class OverlongBufferConfig:
+    """Soft punishment of responses that come near data.max_response_length."""
+
+    enable: bool = knob(False, "take away more of the reward the further a response reaches into the buffer")
+    len: int = knob(512, "tokens before data.max_response_length at which it begins", ge=1)
+    penalty_factor: float = knob(1.0, "taken away at the full length", gt=0)
+
+
+@dataclass
 class RewardConfig:
     """What a response is worth: a weighted sum of terms."""
 
@@ -158,6 +167,7 @@ class RewardConfig:
     max_failed_fraction: float = knob(
         0.5, "the run ends when a term fails on a larger share of a step's responses", ge=0, le=1
     )
+    overlong_buffer: OverlongBufferConfig = section(OverlongBufferConfig)
     startup_timeout_s: float = knob(60.0, "a judge or service that does not answer by then ends the run", gt=0)
 
 
