@@ -109,6 +109,7 @@ def make_trainer(job: Job) -> Trainer:
             f"{facts.num_prompts} prompts ({facts.num_dropped} dropped, {facts.num_truncated} cut: longer than "
             f"data.max_prompt_length), {facts.num_validation} for validation, {num_steps} steps"
         )
+        print(*facts.notes, sep="\n", end="\n" if facts.notes else "")
         trainer.log.sinks = make_sinks(job, num_steps, trainer.step)
     return trainer
 

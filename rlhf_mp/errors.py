@@ -42,6 +42,10 @@ class EngineError(RuntimeError):
         return type(self), (self.engine, self.reason, self.log_tail)
 
 
+class RewardError(RuntimeError):
+    """A reward cannot be had: its service is not there, or it failed on too many responses."""
+
+
 class SyncError(RuntimeError):
     """New weights did not arrive whole: which tensor, which version, which engine."""
 

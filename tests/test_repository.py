@@ -24,10 +24,10 @@ LAYERS = [
     "config planner checkpoint cluster.guard cluster.watch cluster.first_failure cluster.processes "
     "cluster.shared_memory cluster.launcher cluster.network",  # before torch is touched
     "data algorithms models",
-    "observe rewards train rollout weights",
+    "observe rewards train rollout weights environments",
     "cluster",
     "trainer",
-    "assemble assemble_supervised run quickstart rlhf_demo",
+    "assemble assemble_supervised run quickstart rlhf_demo episode_quickstart",
     "launch benchmarks",
 ]
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names.split()}
@@ -50,8 +50,13 @@ PROTOCOLS = [
     ("train/base.py", "Scorer", "train/megatron_engine.py", "MegatronScorer"),
     ("train/base.py", "TrainEngine", "train/megatron_engine.py", "MegatronEngine"),
     ("rollout/base.py", "RolloutEngine", "rollout/sglang_client.py", "SGLangClient"),
-    ("rewards/base.py", "Reward", "rewards/exact.py", "ExactReward"),
+    ("rewards/base.py", "Reward", "rewards/base.py", "TextRule"),
+    ("rewards/base.py", "Reward", "rewards/code.py", "CodeReward"),
+    ("rewards/base.py", "Reward", "rewards/function.py", "FunctionReward"),
+    ("rewards/base.py", "Reward", "rewards/judge.py", "JudgeReward"),
     ("rewards/base.py", "Reward", "rewards/math.py", "MathReward"),
+    ("rewards/base.py", "Reward", "rewards/regex.py", "RegexReward"),
+    ("rewards/base.py", "Reward", "rewards/remote.py", "RemoteReward"),
     ("weights/base.py", "Transport", "weights/tensor.py", "TensorTransport"),
     ("weights/base.py", "Transport", "weights/distributed.py", "DistributedTransport"),
     ("weights/base.py", "Transport", "weights/disk.py", "DiskTransport"),

@@ -3,7 +3,8 @@
 import asyncio
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,16 @@ from rlhf_mp.data.order import make_order
 from rlhf_mp.data.prompt_table import DataFile, compare_files
 from rlhf_mp.data.prompts import load_prompts
 from rlhf_mp.data.types import Share
-from rlhf_mp.models.hf import load_tokenizer, stop_token_ids
-from rlhf_mp.rewards.registered import rewards
+from rlhf_mp.environments.registered import environment_maker
+from rlhf_mp.errors import ConfigError, Problem
+from rlhf_mp.models.hf import PreTrainedTokenizerBase, load_tokenizer, stop_token_ids
+from rlhf_mp.rewards.base import Setting
+from rlhf_mp.rewards.registered import make_reward
+from rlhf_mp.rollout.episodes import Episodes
 from rlhf_mp.rollout.sampler import Sampler
 from rlhf_mp.rollout.sglang_client import SGLangClient
 from rlhf_mp.rollout.sglang_server import Address, ServerPlan, SGLangServer, describe_exit
+from rlhf_mp.rollout.turns import TurnEncoder
 from rlhf_mp.rollout.validation import file_names
 
 
@@ -62,6 +68,27 @@ class DataFacts:
     num_validation: int
     steps_per_epoch: int
     stop_token_ids: list[int]
+    notes: list[str] = field(default_factory=list)  # of the reward's terms, for the user
+
+
+def make_episodes(config: RunConfig, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]) -> Episodes | None:
+    """How responses of several turns come about; None where every response is one turn."""
+    knobs = config.actor_rollout_ref.rollout.multi_turn
+    if not knobs.enable:
+        return None
+    try:
+        make = environment_maker(knobs.environment, knobs.environment_args)
+    except (ImportError, AttributeError, TypeError) as error:
+        key, reason = "actor_rollout_ref.rollout.multi_turn.environment", f"{type(error).__name__}: {error}"
+        fix = "correct it or its environment_args; it is imported from where the run is started"
+        raise ConfigError([Problem(key, knobs.environment, reason, fix)]) from error
+    encoder = TurnEncoder(
+        tokenizer,
+        chat=config.data.apply_chat_template,
+        stop_token_ids=stop_ids,
+        max_tokens=knobs.max_tool_response_length,
+    )
+    return Episodes(make, knobs, encoder, lambda ids: tokenizer.decode(ids, skip_special_tokens=True))
 
 
 class SchedulerActor:
@@ -78,12 +105,13 @@ class SchedulerActor:
         }
         self.files = {"data.train_files": train.facts.files}
         self.files |= {"data.val_files": [file for prompts in validation.values() for file in prompts.facts.files]}
-        reward = rewards[config.reward.name](config.reward)
+        setting = Setting(data.max_response_length, config.reward.startup_timeout_s)
+        reward = make_reward(config.reward, setting, log=log_file.with_name("reward_failures.jsonl"))
+        reward.check_sources(chain(train, *validation.values()))
         stop_ids = stop_token_ids(model.path, tokenizer, trust_remote_code=model.trust_remote_code)
         order = make_order(train.facts.sizes, train.curriculum, data)
-        self.scheduler = RolloutScheduler(
-            config, Sampler(tokenizer, reward), reward, train, order, validation, stop_ids
-        )
+        sampler = Sampler(tokenizer, reward, make_episodes(config, tokenizer, stop_ids))
+        self.scheduler = RolloutScheduler(config, sampler, reward, train, order, validation, stop_ids)
         self.found = DataFacts(
             num_prompts=len(train),
             num_dropped=train.facts.num_dropped,
@@ -94,7 +122,8 @@ class SchedulerActor:
         )
 
     async def facts(self) -> DataFacts:
-        return self.found
+        """Starts the reward too: a judge that is not there ends the run before anything trains."""
+        return replace(self.found, notes=await self.scheduler.reward.start())
 
     async def connect(self, addresses: Sequence[Address]) -> None:
         """Sample from these servers."""

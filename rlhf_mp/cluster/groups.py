@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, pstdev
 
-from rlhf_mp.config.schema import OverlongBufferConfig
+from rlhf_mp.config.reward import OverlongBufferConfig
 from rlhf_mp.data.prompts import Prompt
 from rlhf_mp.data.types import Sums, Trajectory
 from rlhf_mp.errors import SampleError

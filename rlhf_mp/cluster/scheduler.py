@@ -12,9 +12,10 @@ from rlhf_mp.data.order import Order
 from rlhf_mp.data.partition import Cut, Cuts, RankPlan, plan_step
 from rlhf_mp.data.prompts import Prompt
 from rlhf_mp.data.types import SampleText, Share, Sums, TokenTrace, Trajectory
-from rlhf_mp.rewards.base import Reward
 from rlhf_mp.rewards.vote import vote
+from rlhf_mp.rewards.weighted import WeightedReward
 from rlhf_mp.rollout.base import SamplingParams
+from rlhf_mp.rollout.episodes import episode_metrics
 from rlhf_mp.rollout.sampler import Sampler, response_seed
 from rlhf_mp.rollout.validation import Judged, validation_metrics
 
@@ -70,7 +71,7 @@ class RolloutScheduler:
         self,
         config: RunConfig,
         sampler: Sampler,
-        reward: Reward,
+        reward: WeightedReward,
         train: Sequence[Prompt],
         order: Order,
         validation: Mapping[str, Sequence[Prompt]],
@@ -126,7 +127,7 @@ class RolloutScheduler:
             for name, of_file in self.validation.items()
             for sample in self._texts(of_file, groups[name], name, self.config.trainer.log_val_generations)
         ]
-        return Evaluation(validation_metrics(judged), samples)
+        return Evaluation(validation_metrics(judged) | self.reward.settle(), samples)
 
     def _judged(self, response: Trajectory) -> Judged:
         return Judged(response.reward, len(response.response_ids), vote(self.sampler.text(response.response_ids)))
@@ -141,7 +142,7 @@ class RolloutScheduler:
     async def _sample(self, step: int) -> list[Share]:
         async with self._published:
             await self._published.wait_for(lambda: self.version >= step - self.max_staleness)
-        timeouts, filter_groups = self.reward.num_timeouts, self.config.algorithm.filter_groups
+        filter_groups = self.config.algorithm.filter_groups
         if filter_groups.enable:
             async with self._filling:  # a step draws its last prompt before the next one draws its first
                 chosen, metrics = await filled(
@@ -152,11 +153,10 @@ class RolloutScheduler:
         else:
             chosen, metrics = await self._draw(step, 0), {}
         groups = numbered(chosen)
-        metrics |= step_metrics(groups, step) | {
-            "rollout/epoch": (self._epochs.pop(step), 1),
-            "rollout/reward_timeouts": (self.reward.num_timeouts - timeouts, 1),
-        }
+        metrics |= step_metrics(groups, step) | {"rollout/epoch": (self._epochs.pop(step), 1)} | self.reward.settle()
         trajectories = [t for group in groups for t in group]
+        if self.config.actor_rollout_ref.rollout.multi_turn.enable:
+            metrics |= episode_metrics(trajectories)
         buffer, max_length = self.config.reward.overlong_buffer, self.config.data.max_response_length
         if buffer.enable:  # last: what is solved, and which groups differ, is for the reward itself to say
             before = sum(t.reward for t in trajectories)

@@ -5,6 +5,8 @@ from collections.abc import Set as AbstractSet
 from importlib.util import find_spec
 
 from rlhf_mp.config import algorithm_checks, backend_checks, critic_checks, data_checks, task_checks
+from rlhf_mp.config.multi_turn_checks import multi_turn_problems
+from rlhf_mp.config.reward_checks import reward_problems, written_reward_problems
 from rlhf_mp.config.schema import ActorConfig, RunConfig
 from rlhf_mp.errors import Problem
 
@@ -24,6 +26,7 @@ def written_problems(config: RunConfig, given: AbstractSet[str]) -> Iterator[Pro
     yield from backend_checks.written_problems(config, given)
     yield from data_checks.written_problems(config)
     yield from task_checks.written_problems(config, given)
+    yield from written_reward_problems(config.reward)
     trainer = config.trainer
     if config.data.system_prompt and not config.data.apply_chat_template:
         yield Problem(
@@ -67,6 +70,8 @@ def cross_problems(config: RunConfig) -> Iterator[Problem]:
     yield from critic_checks.critic_problems(config)
     yield from _trainer_problems(config)
     yield from data_checks.data_problems(config)
+    yield from reward_problems(config)
+    yield from multi_turn_problems(config)
 
 
 def _batch_problems(config: RunConfig) -> Iterator[Problem]:

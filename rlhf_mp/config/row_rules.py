@@ -29,6 +29,8 @@ def rules_of(data: DataConfig, task: str) -> RowRules:
         names = (*names, "margin_key")
     if task == "rl" and data.curriculum_key is not None:
         names = (*names, "curriculum_key")
+    if task == "rl" and data.reward_fn_key:
+        names = (*names, "reward_fn_key")
     columns = {name: getattr(data, name) for name in names}
 
     def problem(row: Row, where: str) -> Problem | None:
@@ -100,6 +102,7 @@ CELLS: dict[str, Callable[[Any, str, DataConfig], Finding]] = {
     "prompt_key": _prompt,
     "answer_key": _answer,
     "curriculum_key": _anything,
+    "reward_fn_key": _anything,
     "response_key": _response,
     "messages_key": _messages,
     "chosen_key": _continuation,

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from rlhf_mp.config.load import config_to_yaml
 from rlhf_mp.config.model_folder import count_parameters
+from rlhf_mp.config.reward import terms_of
 from rlhf_mp.config.schema import ActorConfig, DataConfig, RunConfig, TrainedConfig
 
 
@@ -78,8 +79,14 @@ def _step(config: RunConfig) -> dict[str, str]:
         f"{optimizer_steps} optimizer steps, about {prompts * n / ranks:g} responses a rank and step",
         "cut": _cut(actor),
         "algorithm": f"{config.algorithm.adv_estimator}, {actor.policy_loss}, clip {actor.clip_ratio_low}/"
-        f"{actor.clip_ratio_high}, lr {actor.optim.lr:g}, reward {config.reward.name}",
+        f"{actor.clip_ratio_high}, lr {actor.optim.lr:g}, reward {reward_text(config)}",
     }
+
+
+def reward_text(config: RunConfig) -> str:
+    """The weighted sum: "0.8 math + 0.2 format"."""
+    terms = terms_of(config.reward)
+    return terms[0].label if len(terms) == 1 else " + ".join(f"{term.weight:g} {term.label}" for term in terms)
 
 
 def _entries(data: DataConfig) -> list[str]:

@@ -46,6 +46,7 @@ class Prompt:
     ids: list[int]
     text: str  # what ``ids`` encode, chat template included
     answer: str
+    source: str = ""  # where its row is from: data.reward_fn_key
 
 
 class PromptSet(Sequence[Prompt]):
@@ -135,7 +136,8 @@ def make_table(place: Path, files: Sequence[str], tokenizer: Tokenizer, data: Da
 
 def prompt_fields(row: dict[str, Any], text: str, data: DataConfig) -> dict[str, Any]:
     """Of a Prompt, what is not its position or its ids."""
-    return {"text": text, "answer": str(row[data.answer_key])}
+    source = str(row[data.reward_fn_key]) if data.reward_fn_key else ""
+    return {"text": text, "answer": str(row[data.answer_key]), "source": source}
 
 
 class Problems:

@@ -21,9 +21,13 @@ Sums = dict[str, tuple[float, float]]
 Of a name that ends in _max or _min the largest or smallest is kept, with count 1."""
 
 
+FinishReason = Literal["stop", "length", "abort", "turns", "time", "error"]
+"""Why a response ended; the last three are an episode's: limits on turns and time, a failed environment."""
+
+
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """One sampled response to one prompt."""
+    """One sampled response to one prompt, or one episode of several turns."""
 
     prompt_ids: list[int]
     response_ids: list[int]
@@ -32,8 +36,11 @@ class Trajectory:
     reward: float
     group_id: int  # equal for all responses to one prompt of one step
     version: int  # weight version that sampled it
-    finish_reason: Literal["stop", "length", "abort"]
+    finish_reason: FinishReason
     baseline: float | None = None  # reward of the greedy response to the same prompt, where it was sampled
+    scores: dict[str, float] = field(default_factory=dict)  # per reward term, before its weight
+    source: str = ""  # of its prompt
+    num_turns: int = 1
 
     @property
     def num_tokens(self) -> int:

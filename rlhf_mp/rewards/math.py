@@ -1,56 +1,72 @@
 """1 for a mathematically equal final answer, else 0; equality is decided by math-verify in a process of its own."""
 
 import asyncio
+import logging
 import re
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from rlhf_mp.config.schema import RewardConfig
+from rlhf_mp.config.reward import MathTerm
 from rlhf_mp.data.prompts import Prompt
-from rlhf_mp.rewards.base import rewards
-from rlhf_mp.rewards.math_worker import MathWorker, WorkerDied
+from rlhf_mp.rewards.base import Failure, Response, Setting, rewards
+from rlhf_mp.rewards.worker import WorkerDied, WorkerPool, WorkFailed
 
 BOXED = "\\boxed{"
 BRACE = re.compile(r"\\boxed\{|\\.|[{}]", re.DOTALL)  # an escaped brace is a character of the answer
 WORD = re.compile(r"\s[A-Za-z]{2}")
+ANSWER_TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
+MARKDOWN = re.compile(r"\*\*|__|`")
+MIXED = re.compile(r"([-+]?)(\d+)\s+(\d+)\s*/\s*(\d+)")  # 1 1/2
+NUMBER = re.compile(r"[$€£]?\s*[-+]?[$€£]?\d[\d.,]*(?:\s*/\s*\d+)?\s*%?")
+UNIT = re.compile(r"\s[A-Za-z°][\w°²³^/*.]*$")  # the one-letter units; of longer words math-verify takes care
 
 
 @rewards.register("math")
 class MathReward:
-    """Compares final answers. A response whose comparison passes the deadline counts 0 and in ``num_timeouts``."""
+    """Compares final answers, one at a time in each worker."""
 
-    def __init__(self, config: RewardConfig):
-        self.num_timeouts = 0
-        self._timeout_s = config.timeout_s
-        self._worker: MathWorker | None = None  # started by the first comparison
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="math-reward")
+    def __init__(self, term: MathTerm, setting: Setting):
+        self._pool = WorkerPool(comparison, size=term.num_workers, timeout_s=term.timeout_s, memory_mb=term.memory_mb)
 
-    async def score(self, prompt: Prompt, responses: Sequence[str]) -> list[float]:
-        in_thread = asyncio.get_running_loop().run_in_executor
-        return await asyncio.gather(*(in_thread(self._thread, self._score, prompt.answer, r) for r in responses))
+    async def start(self) -> str:
+        await self._pool.start("math")
+        return ""
 
-    def close(self) -> None:
-        self._thread.shutdown(cancel_futures=True)  # waits for the comparison under way, timeout_s at most
-        if self._worker:
-            self._worker.close()
+    async def score(self, prompt: Prompt, responses: Sequence[Response]) -> Sequence[float | Failure]:
+        return await asyncio.gather(*(self._score(prompt.answer, response.text) for response in responses))
 
-    def _score(self, answer: str, response: str) -> float:
+    async def close(self) -> None:
+        await asyncio.to_thread(self._pool.close)
+
+    async def _score(self, answer: str, response: str) -> float | Failure:
         gold = final_answer(answer) or as_written(answer)
         final = final_answer(response)
         if not gold.text or (final and not final.text):
             return 0.0
         if final and final.text == gold.text:
             return 1.0
-        if self._worker is None:
-            self._worker = MathWorker(self._timeout_s)
+        if final and NUMBER.fullmatch(gold.text):
+            final = without_unit(final)
         try:
             # Without a marked answer math-verify takes the last number or expression of the whole response.
-            return float(self._worker.matches(gold.expression, final.expression if final else response))
-        except WorkerDied:
-            self._worker = None
-            self.num_timeouts += 1
-            return 0.0
+            return float(await self._pool.call(gold.expression, final.expression if final else response))
+        except WorkerDied as death:
+            return Failure(death.kind, str(death))
+        except WorkFailed as error:
+            return Failure("error", str(error))
+
+
+def comparison() -> Callable[[str, str], bool]:
+    """In the worker: whether math-verify reads an expression in the second text that equals the one in the first."""
+    from math_verify import parse, verify
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time-outs are off
+
+    def equal(gold: str, response: str) -> bool:
+        gold, response = (parse(text, parsing_timeout=None) for text in (gold, response))
+        return bool(verify(gold, response, timeout_seconds=None))
+
+    return equal
 
 
 class FinalAnswer(NamedTuple):
@@ -59,19 +75,31 @@ class FinalAnswer(NamedTuple):
 
 
 def final_answer(text: str) -> FinalAnswer | None:
-    """What is in the last ``\\boxed{}``, else on the line of the last ``####`` (GSM8K); None without either."""
+    """What is in the last ``\\boxed{}``, else on the last ``####``'s line (GSM8K), else in the last ``<answer>``."""
     boxed = last_boxed(text)
     if boxed is not None:
         return FinalAnswer(boxed.strip(), f"{BOXED}{boxed}}}")
     _, marker, after = text.rpartition("####")
-    return as_written(after.partition("\n")[0]) if marker else None
+    if marker:
+        return as_written(after.partition("\n")[0])
+    tagged = ANSWER_TAG.findall(text)
+    return as_written(tagged[-1]) if tagged else None
 
 
 def as_written(line: str) -> FinalAnswer:
     """An answer that is LaTeX, or else prose ("72 clips"), in which math-verify looks for the last number."""
-    text = line.strip().rstrip(".")
+    text = MARKDOWN.sub("", line).strip().rstrip(".")
+    if mixed := MIXED.fullmatch(text):
+        sign, whole, above, below = mixed.groups()
+        return FinalAnswer(text, f"{BOXED}{sign}{whole}\\frac{{{above}}}{{{below}}}}}")
     is_prose = WORD.search(text) and "\\" not in text
     return FinalAnswer(text, text if is_prose else f"{BOXED}{text}}}")
+
+
+def without_unit(final: FinalAnswer) -> FinalAnswer:
+    """ "12 m^2" as "12": where the reference is a number, a letter after a number is no variable."""
+    bare = UNIT.sub("", final.text)
+    return FinalAnswer(bare, f"{BOXED}{bare}}}") if bare != final.text and NUMBER.fullmatch(bare) else final
 
 
 def last_boxed(text: str) -> str | None:

@@ -95,14 +95,15 @@ def math_verify_reward():
     """The reward of the other side, on the same texts."""
     import asyncio
 
-    from rlhf_mp.config.schema import RewardConfig
+    from rlhf_mp.config.reward import MathTerm
     from rlhf_mp.data.prompts import Prompt
+    from rlhf_mp.rewards.base import Response, Setting
     from rlhf_mp.rewards.math import MathReward
 
-    judge = MathReward(RewardConfig(name="math"))
+    judge = MathReward(MathTerm("math"), Setting())
     prompt = Prompt(index=0, ids=[1], text="", answer="7")
-    yield lambda response: asyncio.run(judge.score(prompt, [response]))[0]
-    judge.close()
+    yield lambda response: asyncio.run(judge.score(prompt, [Response(response)]))[0]
+    asyncio.run(judge.close())
 
 
 def test_a_failed_side_is_reported_with_the_end_of_its_log(tmp_path):

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from rlhf_mp.cluster.groups import Group, filled, numbered, overlong_penalty, require_numbers
-from rlhf_mp.config.schema import OverlongBufferConfig
+from rlhf_mp.config.reward import OverlongBufferConfig
 from rlhf_mp.data.prompts import Prompt
 from rlhf_mp.data.types import Trajectory
 from rlhf_mp.errors import SampleError

@@ -9,10 +9,12 @@ import pytest
 from rlhf_mp.cluster.groups import step_metrics
 from rlhf_mp.cluster.scheduler import RolloutScheduler
 from rlhf_mp.config.load import config_from_dict
+from rlhf_mp.config.reward import Term
 from rlhf_mp.data.order import PromptOrder
 from rlhf_mp.data.prompts import Prompt
 from rlhf_mp.data.types import Share, Trajectory
 from rlhf_mp.errors import CheckpointError, EngineError
+from rlhf_mp.rewards.weighted import WeightedReward
 from rlhf_mp.rollout.base import Completion
 from rlhf_mp.rollout.sampler import Sampler
 
@@ -48,11 +50,8 @@ class Decoder:
 class AnswerReward:
     """1 for the even ones among right answers: so that groups differ."""
 
-    num_timeouts = 0
-
     async def score(self, prompt, responses):
-        self.num_timeouts += 1
-        return [float(response == prompt.answer and prompt.index % 2 == 0) for response in responses]
+        return [float(response.text == prompt.answer and prompt.index % 2 == 0) for response in responses]
 
 
 def scheduler(engine: FakeEngine, *overrides: str, validation=VALIDATION, max_staleness: int = 0) -> RolloutScheduler:
@@ -65,7 +64,7 @@ def scheduler(engine: FakeEngine, *overrides: str, validation=VALIDATION, max_st
         },
         "trainer": {"n_gpus_per_node": 2, "seed": 11, "device": "cpu"},
     }
-    reward = AnswerReward()
+    reward = WeightedReward([(Term("answer", "answer"), AnswerReward())])
     sampler = Sampler(Decoder(), reward)
     sampler.connect([engine])
     config = config_from_dict(tree, overrides)
@@ -321,7 +320,7 @@ def test_metrics_and_texts_are_told_by_the_first_rank_alone():
         await publish(made, engine, 0)
         first, second = await shares(made, 0)
         assert second.metrics == {} and second.samples == []
-        assert first.metrics["rollout/reward_timeouts"] == (4, 1)  # of this step, not since the start
+        assert first.metrics["reward_term/answer/failed_fraction"] == (0, 12)  # of this step, not since the start
         assert first.metrics["rollout/epoch"] == (0, 1)
         assert [text.in_log for text in first.samples] == [True, False, False]  # all responses to one prompt
         for text in first.samples:

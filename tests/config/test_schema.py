@@ -12,6 +12,7 @@ from rlhf_mp.config.docs import render
 from rlhf_mp.config.keys import ABSENT, ALIASES, FAMILIAR, KNOBS, SECTIONS, choices, nearest
 from rlhf_mp.config.knob import default_of
 from rlhf_mp.config.load import load_config, range_problems
+from rlhf_mp.config.reward import KINDS
 from rlhf_mp.rewards.registered import rewards
 
 ROOT = Path(__file__).parents[2]
@@ -34,11 +35,14 @@ def test_a_knob_has_help_and_a_default_within_its_own_range(key):
         ("actor_rollout_ref.actor.policy_loss", policy_losses),
         ("actor_rollout_ref.actor.kl_loss_type", kl_estimators),
         ("actor_rollout_ref.actor.loss_agg_mode", loss_aggregations),
-        ("reward.name", rewards),
     ],
 )
 def test_the_choices_are_the_registered_names(key, registry):
     assert sorted(KNOBS[key].metadata["names"] or get_args(KNOBS[key].type)) == list(registry)
+
+
+def test_every_registered_reward_has_its_knobs():
+    assert sorted(KINDS) == list(rewards)
 
 
 def test_names_from_elsewhere_lead_to_real_keys_and_real_keys_are_never_called_absent():

@@ -1,14 +1,19 @@
 """Groups over several engines, on fakes: who samples what, in which order it comes back, what a failure does."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlhf_mp.config.multi_turn import MultiTurnConfig
 from rlhf_mp.data.prompts import Prompt
+from rlhf_mp.environments.base import Turn
 from rlhf_mp.errors import EngineError
+from rlhf_mp.rewards.weighted import Worth
 from rlhf_mp.rollout.base import Completion, SamplingParams
+from rlhf_mp.rollout.episodes import Episodes
 from rlhf_mp.rollout.sampler import Sampler, response_seed
 
 PARAMS = SamplingParams(temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=7, stop_token_ids=(1,))
@@ -49,14 +54,12 @@ class Decoder:
 class LastTokenReward:
     """Worth the response's last number; keeps what it was asked."""
 
-    num_timeouts = 0
-
     def __init__(self):
         self.asked = []
 
     async def score(self, prompt, responses):
-        self.asked.append((prompt, list(responses)))
-        return [float(response.split()[-1]) for response in responses]
+        self.asked.append((prompt, [response.text for response in responses]))
+        return [Worth(float(r.text.split()[-1]), {"last": float(r.num_tokens)}) for r in responses]
 
 
 def sampler(*engines: FakeEngine) -> tuple[Sampler, LastTokenReward]:
@@ -76,7 +79,50 @@ def test_a_trajectory_carries_what_was_sampled_and_its_reward():
         ]
         assert {(t.group_id, t.version, t.finish_reason) for t in responses} == {(9, 4, "stop")}
         assert responses[0].response_logprobs == [-0.5] * 3 and responses[0].loss_mask == [True] * 3
+        assert [t.scores for t in responses] == [{"last": 3.0}] * 2
         assert reward.asked == [(PROMPTS[1], ["11 11 5", "11 11 6"])]  # the whole group at once
+
+    asyncio.run(run())
+
+
+def test_episodes_of_a_group_are_played_by_one_engine_and_judged_together():
+    class Twice:
+        """Ends after two turns, and pays a half for each."""
+
+        async def reset(self, prompt):
+            self.turns = 0
+            return ""
+
+        async def step(self, response):
+            self.turns += 1
+            return Turn("x", 0.5, done=self.turns == 2)
+
+    class Encoder:
+        chat = False
+
+        def between(self, sampled, observation):
+            return [99]
+
+        def opening(self, observation):
+            return []
+
+    class Paid(LastTokenReward):
+        async def score(self, prompt, responses):
+            self.asked.append([(r.text, r.num_tokens, r.paid) for r in responses])
+            return [Worth(r.paid, {}) for r in responses]
+
+    async def run():
+        engines, reward = [FakeEngine(), FakeEngine()], Paid()
+        episodes = Episodes(Twice, MultiTurnConfig(enable=True), Encoder(), lambda ids: "")
+        made = Sampler(Decoder(), reward, episodes)
+        made.connect(engines)
+        responses = await made.group(PROMPTS[0], replace(PARAMS, max_new_tokens=20), [5, 6], group_id=2)
+        # FakeEngine answers with what it read and the seed: 10 5, then (with the observation 99) 10 10 5 99 5
+        assert [t.response_ids for t in responses] == [[10, s, 99, 10, 10, s, 99, s] for s in (5, 6)]
+        assert [t.loss_mask for t in responses] == [[True] * 2 + [False] + [True] * 5] * 2
+        assert {(t.num_turns, t.reward, t.finish_reason, t.group_id) for t in responses} == {(2, 1.0, "stop", 2)}
+        assert reward.asked == [[("10 10 5 99 5", 7, 1.0), ("10 10 6 99 6", 7, 1.0)]]  # the last turn is the text
+        assert (len(engines[0].asked), len(engines[1].asked)) == (4, 0)
 
     asyncio.run(run())
 
