@@ -8,8 +8,7 @@ import torch
 
 from rlhf_mp.algorithms.advantages import Estimate
 from rlhf_mp.algorithms.base import Algorithm
-from rlhf_mp.config.algorithm import AlgorithmConfig
-from rlhf_mp.config.schema import ActorConfig
+from rlhf_mp.config.schema import RunConfig
 from rlhf_mp.data.collate import collate
 from rlhf_mp.data.types import MiniBatch, SampleText, Share, TokenTrace, Totals, Trajectory
 from rlhf_mp.errors import EngineError
@@ -130,8 +129,8 @@ def trainer(num_steps: int, events: list, *, resumed_at: int = 0, reference: boo
     watched: list[Phase] = []
     algorithm = Algorithm(
         estimator=lambda batch, settings: Estimate(batch.rewards[:, None] * batch.mask),
-        settings=AlgorithmConfig(),
-        actor=ActorConfig(),
+        settings=RunConfig().algorithm,
+        actor=RunConfig().actor_rollout_ref.actor,
         policy_loss=lambda output, batch, totals: None,
         needs_old_logprobs=changed.pop("needs_old_logprobs", False),
         needs_reference=reference,
