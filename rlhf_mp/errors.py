@@ -46,12 +46,12 @@ class SyncError(RuntimeError):
     """New weights did not arrive whole: which tensor, which version, which engine."""
 
 
-class SampleError(RuntimeError):
-    """What was sampled cannot be trained on: a reward that is no number, or no group whose rewards differ."""
-
-
 class OutOfMemory(RuntimeError):
     """Memory ran out: in which phase, what held it, and what to turn."""
+
+
+class SampleError(RuntimeError):
+    """What was sampled cannot be trained on: a reward that is no number, or no group whose rewards differ."""
 
 
 class CheckpointError(RuntimeError):
