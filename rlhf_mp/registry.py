@@ -32,8 +32,8 @@ def imported(path: str) -> Any:
         reason = f"cannot import {module_name}: {type(error).__name__}: {error}"
         raise ImportProblem(reason, "a module that python -c 'import ...' finds from the working directory") from error
     if not callable(getattr(module, name, None)):
-        functions = [each for each, value in vars(module).items() if callable(value) and not each.startswith("_")]
-        raise ImportProblem(f"{module_name} has no function {name}", f"one of {', '.join(functions)}")
+        own = [each for each, value in vars(module).items() if callable(value) and value.__module__ == module_name]
+        raise ImportProblem(f"{module_name} has no function {name}", f"one of {', '.join(own)}")
     return getattr(module, name)
 
 

@@ -84,6 +84,7 @@ def start_and(work: Callable[["Job", "Trainer"], None], config: RunConfig, info:
     if on_cpu:
         os.environ["DS_ACCELERATOR"] = "cpu"  # otherwise DeepSpeed looks for a GPU and warns that there is none
 
+    from rlhf_mp.algorithms.base import make_algorithm
     from rlhf_mp.assemble import Job, make_trainer
     from rlhf_mp.assemble_supervised import make_supervised_trainer
     from rlhf_mp.cluster.placement import place
@@ -93,6 +94,7 @@ def start_and(work: Callable[["Job", "Trainer"], None], config: RunConfig, info:
     from rlhf_mp.train.build import join_ranks
     from rlhf_mp.train.compiler_locks import build_root, remove_abandoned_locks
 
+    make_algorithm(config)  # a function of one's own that cannot work is told before anything starts
     device = torch.device("cpu" if on_cpu else f"cuda:{info.local_rank}")
     if not on_cpu:
         torch.cuda.set_device(device)

@@ -141,3 +141,9 @@ def test_gae_is_trained_with_a_critic_whose_loss_comes_with_it():
     made = config("gae")
     assert make_algorithm(made).value_loss is not None and make_algorithm(made).needs_critic
     assert make_algorithm(config()).value_loss is None
+
+
+def test_a_misspelt_function_is_answered_with_those_of_its_module():
+    with pytest.raises(ConfigError) as error:
+        make_algorithm(config("examples.own_algorithm:abov_median"))
+    assert error.value.problems[0].fix == "one of above_median, positive_only"
