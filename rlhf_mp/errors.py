@@ -46,5 +46,9 @@ class SyncError(RuntimeError):
     """New weights did not arrive whole: which tensor, which version, which engine."""
 
 
+class OutOfMemory(RuntimeError):
+    """Memory ran out: in which phase, what held it, and what to turn."""
+
+
 class CheckpointError(RuntimeError):
     """A checkpoint is damaged or belongs to something else."""

@@ -72,7 +72,11 @@ class ModelConfig:
     path: str = knob("", "Hugging Face checkpoint folder")
     dtype: Literal["float32", "bfloat16"] = knob("bfloat16", "of weights and activations; the optimizer keeps float32")
     enable_gradient_checkpointing: bool = knob(True, "recompute activations in the backward pass")
+    checkpoint_every_n_layers: int = knob(1, "recompute every so-many-th layer; 1: all (gradient checkpointing)", ge=1)
     enable_activation_offload: bool = knob(False, "keep saved activations in host memory")
+    activation_offload_layers: int = knob(
+        1, "layers whose activations move together while the next ones compute; 0: each tensor is waited for", ge=0
+    )
     use_remove_padding: bool = knob(
         False, "micro-batches of sequences one after the other, instead of padded to the longest of them"
     )

@@ -42,13 +42,13 @@ def collate(trajectories: Sequence[Trajectory]) -> TokenBatch:
 
 
 def with_estimates(sample: SampleText, batch: TokenBatch) -> SampleText:
-    """``sample`` with the advantages, and the reference's log-probs where there are any, of its row of ``batch``."""
+    """``sample`` with what training made of its row of ``batch``: advantages, and what reference and critic say."""
     if sample.trace is None or sample.row is None:
         return sample
     end = int(batch.lengths[sample.row])
     found = {
         name: values[sample.row, end - len(sample.trace.ids) : end].tolist()
-        for name in ("advantages", "ref_logprobs")
+        for name in ("advantages", "ref_logprobs", "values")
         if (values := getattr(batch, name)) is not None
     }
     return replace(sample, trace=replace(sample.trace, **found))

@@ -107,6 +107,7 @@ class TokenTrace:
     finish_reason: str
     advantages: list[float] | None = None  # None: nothing was trained on it
     ref_logprobs: list[float] | None = None
+    values: list[float] | None = None  # the critic's
 
 
 @dataclass(frozen=True)

@@ -134,7 +134,9 @@ def _batch(trained: TrainedModel, config: RunConfig, sequence: int) -> planned.B
         score_tokens=score_tokens,
         sequence=sequence,
         recompute=_recompute(trained),
+        recompute_every=trained.model.checkpoint_every_n_layers,
         activation_offload=trained.model.enable_activation_offload,
+        offload_layers=trained.model.activation_offload_layers,
     )
 
 
@@ -291,7 +293,7 @@ def _cheaper(job: planned.Job) -> Iterator[tuple[str, planned.Job]]:
     for own in models:
         batch = getattr(job, own.batch)
         if batch.recompute == "none":
-            job = replace(job, **{own.batch: replace(batch, recompute="full")})
+            job = replace(job, **{own.batch: replace(batch, recompute="full", recompute_every=1)})
             yield f"{own.model_key}.enable_gradient_checkpointing=true", job
     for own in models:
         batch = getattr(job, own.batch)

@@ -70,6 +70,7 @@ class Trainer:
     sum_over_ranks: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor  # collective
     packed: bool = False  # engines leave out the padding of micro-batches
     counts: bool = True  # False where another rank holds the same data, as a part of the same model
+    stop_requested: Callable[[], bool] = lambda: False  # collective; asked once a step
     best: Best | None = None  # None: no validation is better than another
     step: int = 0
     last_grad_norm: float = field(default=0.0, init=False)
@@ -83,17 +84,24 @@ class Trainer:
         """Continue where the newest checkpoint stands, if there is one."""
         self.checkpoints.load_newest(self)
 
+    @property
+    def finished(self) -> bool:
+        return self.step >= self.schedule.num_steps
+
     def train(self) -> None:
-        """Train from where it stands to the last step."""
+        """Train to the last step, or save and return at the end of a step in which a stop was requested."""
         self.publish()
         self.log.start()
         if self.step == 0 and self.schedule.val_before_train:
             self.improves(self.evaluate())
-        while self.step < self.schedule.num_steps:
+        while not self.finished:
             self.train_step()
             self.step += 1
             self.publish()
             self.log.finish(self.step)
+            if not self.finished and self.stop_requested():
+                self.checkpoints.save(self)
+                return
             metrics = self.evaluate() if self.schedule.due(self.schedule.test_freq, self.step) else {}
             if self.improves(metrics) or self.schedule.due(self.schedule.save_freq, self.step):
                 self.checkpoints.save(self)

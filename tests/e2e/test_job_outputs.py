@@ -104,6 +104,20 @@ def test_tensorboard_shows_what_metrics_jsonl_holds(job):
         assert shown == pytest.approx({step: record[name] for step, record in job.steps().items()}, rel=1e-6)
 
 
+def test_every_validation_leaves_a_page_of_its_rollouts(job):
+    pages = sorted((job.run_dir / "rollouts").iterdir())
+    assert [page.name for page in pages] == [f"step_{step:06d}.html" for step in range(3)]
+    assert f"rollouts {pages[-1]}" in job.output()
+    first, last = pages[0].read_text(), pages[-1].read_text()
+    assert "log-prob" in first and "advantage -" not in first  # nothing was trained before it
+    assert last.count("<article>") == 8 + 2  # log_val_generations, log_samples
+    assert "mean advantage" in last and "log-ratio to the reference" in last
+
+
+def test_prompts_are_tokenised_once_for_all_starts(job):
+    assert len([*(job.run_dir / "prompts").glob("*/facts.json")]) == 2  # training, validation
+
+
 def test_only_as_many_checkpoints_as_wanted_stay(job):
     assert [folder.name for folder in (job.run_dir / "checkpoints").iterdir()] == ["global_step_000002"]
 

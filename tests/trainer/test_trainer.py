@@ -191,6 +191,23 @@ def test_a_run_that_is_done_does_nothing_more():
     assert events == [("push", 4, 0), ("live", 4)]
 
 
+def test_a_requested_stop_saves_after_the_step_and_the_resumed_run_takes_it_from_there():
+    events, answers = [], iter([False, True])
+    made = trainer(4, events, test_freq=2, stop_requested=lambda: next(answers))
+    made.train()
+    assert (made.step, made.finished) == (2, False)
+    assert [event for event in events if event[0] in ("fetch", "save", "evaluate")] == [
+        ("fetch", 0), ("fetch", 1), ("save", 2),
+    ]  # fmt: skip
+
+
+def test_a_stop_is_not_asked_for_after_the_last_step():
+    events = []
+    made = trainer(1, events, stop_requested=lambda: pytest.fail("asked"))
+    made.train()
+    assert made.finished
+
+
 def test_without_validation_data_nothing_is_evaluated():
     events = []
     trainer(1, events, has_validation=False, test_freq=1, val_before_train=True).train()
