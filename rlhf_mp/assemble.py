@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from rlhf_mp.algorithms.base import make_algorithm, updates_per_step
+from rlhf_mp.algorithms.base import make_algorithm
 from rlhf_mp.checkpoint import model_identity
 from rlhf_mp.cluster.guard import Guard
 from rlhf_mp.cluster.ranks import Ranks
@@ -73,7 +73,7 @@ def make_trainer(job: Job) -> Trainer:
     torch.manual_seed(knobs.seed + job.ranks.rank)
     num_steps = knobs.total_training_steps or knobs.total_epochs * facts.steps_per_epoch
     epochs, warmup = job.config.actor_rollout_ref.actor.ppo_epochs, knobs.critic_warmup
-    updates = updates_per_step(job.config)
+    updates = job.config.updates_per_step
     actor = make_actor(job.config, job.device, (num_steps - warmup) * updates)
     critic = None
     if job.config.critic.enable:
@@ -96,7 +96,7 @@ def make_trainer(job: Job) -> Trainer:
         memory=lambda: memory.metrics() | (footprint.metrics() if footprint else {}),
         has_validation=facts.num_validation > 0,
         packed=job.config.actor_rollout_ref.model.use_remove_padding,
-        sum_over_ranks=job.ranks.sum,
+        sum_over_ranks=lambda x: job.ranks.sum(x, counts=actor.layout.is_output_rank),
         counts=actor.layout.is_output_rank,
         stop_requested=job.stop_request.made,
         best=Best(knobs.best_metric, knobs.best_mode) if knobs.best_metric else None,

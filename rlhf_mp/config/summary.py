@@ -32,7 +32,7 @@ def _who(config: RunConfig) -> dict[str, str]:
         f"{rollout.dtype}",
         "weights": f"swapped by {policy.weight_sync.transport}, every swap verified",
         "model": f"{policy.model.path}, {_size(policy.model.path)}, {policy.model.dtype}",
-        "reference": "yes, for the KL loss" if actor.use_kl_loss else "none needed",
+        "reference": "yes, for the KL term" if config.needs_reference else "none needed",
     }
 
 

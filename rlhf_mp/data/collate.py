@@ -38,7 +38,14 @@ def collate(trajectories: Sequence[Trajectory]) -> TokenBatch:
         group_ids=torch.tensor([t.group_id for t in trajectories], dtype=torch.int64),
         lengths=torch.tensor([t.num_tokens for t in trajectories], dtype=torch.int64),
         rollout_logprobs=response_tensor([t.response_logprobs for t in trajectories]),
+        baselines=baselines(trajectories),
     )
+
+
+def baselines(trajectories: Sequence[Trajectory]) -> torch.Tensor | None:
+    """Rewards of greedy responses, if there are any."""
+    found = [t.baseline for t in trajectories]
+    return None if None in found else torch.tensor(found, dtype=torch.float32)
 
 
 def with_estimates(sample: SampleText, batch: TokenBatch) -> SampleText:

@@ -78,7 +78,6 @@ def job_of(config: RunConfig, machine: Machine) -> planned.Job:
     actor, sequence = policy.actor, data.max_prompt_length + data.max_response_length
     model, (of_actor, *of_critic) = policy.model, config.trained
     shape = find_model(model.path)  # by its name, where it is not downloaded yet
-    updates = data.train_batch_size // actor.ppo_mini_batch_size * actor.ppo_epochs
     return planned.Job(
         model=shape,
         layout=_layout(of_actor, trainer.num_ranks),
@@ -86,9 +85,9 @@ def job_of(config: RunConfig, machine: Machine) -> planned.Job:
         gpu=machine.gpu,
         algorithm="ppo" if of_critic else "grpo",
         precision=_precision(of_actor),
-        reference=actor.use_kl_loss,
+        reference=config.needs_reference,
         reference_offload=policy.ref.fsdp_config.param_offload,
-        scores_old_policy=updates > 1,
+        scores_old_policy=config.needs_old_logprobs,
         engine=_engine(config, sequence, on_gpu=machine.gpu is not None),
         bucket_bytes=policy.weight_sync.bucket_mb * 1e6,
         host_memory=machine.host_memory,

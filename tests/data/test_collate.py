@@ -74,3 +74,9 @@ def test_a_sample_gets_what_training_made_of_its_row():
     found = with_estimates(replace(sample, row=0, trace=replace(trace, ids=LONG.response_ids)), batch).trace
     assert found.advantages == [22.0, 23.0, 0.0, 25.0]
     assert with_estimates(replace(sample, row=None), batch).trace == trace
+
+
+def test_rewards_of_greedy_responses_are_there_for_all_or_not_at_all():
+    assert collate([SHORT, LONG]).baselines is None
+    greedy = [replace(SHORT, baseline=0.5), replace(LONG, baseline=0.0)]
+    assert collate(greedy).baselines.tolist() == [0.5, 0.0]
