@@ -133,7 +133,8 @@ def make_footprint(job: Job, models: Mapping[Role, Scorer]) -> Footprint | None:
     if job.ranks.rank != 0:
         return None
     try:
-        return Footprint(models, plan_of(job.config), job.device)
+        packed = job.config.actor_rollout_ref.model.use_remove_padding
+        return Footprint(models, plan_of(job.config), job.device, packed=packed)
     except ConfigError:
         return None
 

@@ -46,12 +46,15 @@ def held_bytes(models: Mapping[Role, Scorer]) -> Held:
 class Footprint:
     """Of one rank."""
 
-    def __init__(self, models: Mapping[Role, TrainEngine | Scorer], plan: Plan, device: torch.device):
+    def __init__(
+        self, models: Mapping[Role, TrainEngine | Scorer], plan: Plan, device: torch.device, *, packed: bool = False
+    ):
         """
         Args:
-            models: those that are trained are watched at every optimizer step of their first update.
+            models: those that are trained are watched at every optimizer step of their first updates.
+            packed: padding does not go through the models.
         """
-        self.plan, self.device = plan, device
+        self.plan, self.device, self.packed = plan, device, packed
         self._states: Held = {}  # the most of each that was ever there
         self._runs: Counter[Phase] = Counter()
         self._peaks: dict[Phase, float] = {}
@@ -86,11 +89,14 @@ class Footprint:
         return (tensor for model in self.models.values() for _, tensor in model.tensors())
 
     def _at_step(self, micro_batches: Sequence[TokenBatch]) -> None:
-        largest = max(micro_batches, key=lambda batch: batch.tokens.numel())
-        if self._largest is None or largest.tokens.numel() > self._largest.tokens.numel():
-            self._largest = largest
+        known = [self._largest] if self._largest is not None else []
+        self._largest = max([*micro_batches, *known], key=self._positions)
         if self._runs[Phase.train] <= COUNTED_RUNS:
             self._look()
+
+    def _positions(self, batch: TokenBatch) -> int:
+        """Tokens that go through a model."""
+        return int(batch.lengths.sum()) if self.packed else batch.tokens.numel()
 
     def _look(self) -> None:
         for key, size in held_bytes(self.models).items():
@@ -113,7 +119,7 @@ class Footprint:
         if score_tokens is not None and job.workload is not None:  # no mini-batch cuts a forward-only pass
             copies = job.layout.dp if isinstance(job.layout, MegatronLayout) else job.layout.num_ranks
             score_tokens = min(score_tokens, job.workload.num_sequences // copies * width)
-        shape = replace(job.batch, tokens=batch.tokens.numel(), score_tokens=score_tokens, sequence=width)
+        shape = replace(job.batch, tokens=self._positions(batch), score_tokens=score_tokens, sequence=width)
         return make_plan(replace(job, batch=shape))
 
 

@@ -152,3 +152,13 @@ def test_live_bytes_counts_storages_while_they_live():
         assert (live.now, live.peak) == (1024, 2048)
         del c
     assert (live.now, live.peak) == (0, 2048)
+
+
+@pytest.mark.parametrize(("packed", "tokens"), [(False, 8 * 31), (True, 8 * 12)])
+def test_the_largest_micro_batch_is_the_one_with_most_tokens_that_count(config, trained, packed, tokens):
+    short, wide = micro_batches(2)
+    wide.lengths = torch.ones(8, dtype=torch.long)  # almost nothing but padding
+    footprint = Footprint({Role.actor: trained[0]}, plan_of(config, Machine(None, 1e12)), CPU, packed=packed)
+    trained[0].before_step([short, wide])
+    trained[0].before_step([short])
+    assert footprint._positions(footprint._largest) == tokens
