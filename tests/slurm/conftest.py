@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge", "iproute2")
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "ip", "unshare", "nsenter")
 # What a container often may not do, root or not.
-TRIAL = "ip link add br0 type bridge && ip link add a type veth peer name b && mount -t tmpfs tmp /mnt"
+TRIAL = "ip link add br0 type bridge && ip link add veth0 type veth peer name veth1 && mount -t tmpfs tmp /mnt"
 ENV = """
 export PATH={bin}:$PATH PYTHONPATH={root} DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 TORCH_EXTENSIONS_DIR={extensions}
 SRUN_OPTIONS=() NODE_PREFIX=() MAX_RESTARTS=2
