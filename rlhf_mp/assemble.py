@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from rlhf_mp.algorithms.base import make_algorithm, updates_per_step
+from rlhf_mp.algorithms.base import make_algorithm
 from rlhf_mp.checkpoint import model_identity
 from rlhf_mp.cluster.guard import Guard
 from rlhf_mp.cluster.ranks import Ranks
@@ -23,15 +23,17 @@ from rlhf_mp.models.heads import ValueHead
 from rlhf_mp.models.hf import DTYPES, load_tokenizer, save_checkpoint
 from rlhf_mp.observe.console import ConsoleSink
 from rlhf_mp.observe.footprint import Footprint
-from rlhf_mp.observe.memory import peak_memory
+from rlhf_mp.observe.memory_watch import MemoryWatch
 from rlhf_mp.observe.metrics import MetricLog
+from rlhf_mp.observe.profiler import set_logging_level
 from rlhf_mp.observe.reduce import reduce_over_ranks
 from rlhf_mp.observe.rollout_page import Decode
 from rlhf_mp.observe.rollout_sink import RolloutPageSink
 from rlhf_mp.observe.sinks import JsonlSink, Sink, TensorBoardSink, WandbSink
 from rlhf_mp.observe.watchdog import watch
 from rlhf_mp.phase import Phase
-from rlhf_mp.planner.preflight import plan_of
+from rlhf_mp.planner.levers import levers_off
+from rlhf_mp.planner.preflight import plan_of, this_machine
 from rlhf_mp.planner.term import Role
 from rlhf_mp.rollout.sglang_client import EngineControl
 from rlhf_mp.train.base import Scorer, TrainEngine
@@ -66,11 +68,12 @@ def make_trainer(job: Job) -> Trainer:
 
     Engines are built while the SGLang servers start.
     """
+    set_logging_level()
     knobs, algorithm, facts = job.config.trainer, make_algorithm(job.config), job.services.facts()
     torch.manual_seed(knobs.seed + job.ranks.rank)
     num_steps = knobs.total_training_steps or knobs.total_epochs * facts.steps_per_epoch
     epochs, warmup = job.config.actor_rollout_ref.actor.ppo_epochs, knobs.critic_warmup
-    updates = updates_per_step(job.config)
+    updates = job.config.updates_per_step
     actor = make_actor(job.config, job.device, (num_steps - warmup) * updates)
     critic = None
     if job.config.critic.enable:
@@ -78,6 +81,7 @@ def make_trainer(job: Job) -> Trainer:
     reference = make_reference(job.config, job.device) if algorithm.needs_reference else None
     models = {Role.actor: actor, Role.critic: critic, Role.reference: reference}
     footprint = make_footprint(job, {role: model for role, model in models.items() if model is not None})
+    memory = make_memory_watch(job)
     trainer = Trainer(
         schedule=Schedule(num_steps, knobs.test_freq, knobs.save_freq, knobs.val_before_train, warmup),
         actor=actor,
@@ -88,11 +92,11 @@ def make_trainer(job: Job) -> Trainer:
         swap=make_swap(job),
         checkpoints=make_checkpoints(job, {"actor": actor} | ({"critic": critic} if critic else {})),
         log=MetricLog([], reduce_over_ranks),
-        watch=lambda phase: watched(job, phase, footprint),
-        memory=footprint.metrics if footprint else peak_memory,
+        watch=lambda phase: watched(job, phase, memory, footprint),
+        memory=lambda: memory.metrics() | (footprint.metrics() if footprint else {}),
         has_validation=facts.num_validation > 0,
         packed=job.config.actor_rollout_ref.model.use_remove_padding,
-        sum_over_ranks=job.ranks.sum,
+        sum_over_ranks=lambda x: job.ranks.sum(x, counts=actor.layout.is_output_rank),
         counts=actor.layout.is_output_rank,
         stop_requested=job.stop_request.made,
         best=Best(knobs.best_metric, knobs.best_mode) if knobs.best_metric else None,
@@ -100,7 +104,7 @@ def make_trainer(job: Job) -> Trainer:
     trainer.resume()
     if job.ranks.rank == 0:
         print(
-            f"{facts.num_prompts} prompts ({facts.num_dropped} dropped and {facts.num_truncated} cut as longer than "
+            f"{facts.num_prompts} prompts ({facts.num_dropped} dropped, {facts.num_truncated} cut: longer than "
             f"data.max_prompt_length), {facts.num_validation} for validation, {num_steps} steps"
         )
         trainer.log.sinks = make_sinks(job, num_steps, trainer.step)
@@ -108,11 +112,11 @@ def make_trainer(job: Job) -> Trainer:
 
 
 @contextmanager
-def watched(job: Job, phase: Phase, footprint: Footprint | None) -> Iterator[None]:
+def watched(job: Job, phase: Phase, memory: MemoryWatch, footprint: Footprint | None) -> Iterator[None]:
     timeout_s = job.config.trainer.phase_timeout_s
     message = f"phase {phase.value} lasted longer than {timeout_s:g} s (trainer.phase_timeout_s)"
     measured = footprint.during(phase) if footprint else nullcontext()
-    with watch(phase, job.ranks.rank, timeout_s, lambda: job.on_hang(message)), measured:
+    with watch(phase, job.ranks.rank, timeout_s, lambda: job.on_hang(message)), memory.during(phase), measured:
         yield
 
 
@@ -124,6 +128,17 @@ def make_footprint(job: Job, models: Mapping[Role, Scorer]) -> Footprint | None:
         return Footprint(models, plan_of(job.config), job.device)
     except ConfigError:
         return None
+
+
+def make_memory_watch(job: Job) -> MemoryWatch:
+    machine = this_machine(job.config)
+
+    def needed(config: RunConfig, phase: Phase) -> float:
+        moment = plan_of(config, machine).peak_of(phase)
+        return (moment.gpu_bytes if machine.gpu else moment.host_bytes) if moment else 0.0
+
+    by_plan = None if job.config.trainer.skip_plan else needed  # skipped where the planner cannot read the model
+    return MemoryWatch(job.device, job.ranks.rank, lambda phase: levers_off(job.config, phase, by_plan))
 
 
 def make_swap(job: Job) -> VerifiedSwap:

@@ -15,7 +15,7 @@ from rlhf_mp.cluster.launcher import RankInfo
 from rlhf_mp.cluster.network import join_network
 from rlhf_mp.config.load import config_to_dict, dump_config
 from rlhf_mp.config.schema import RunConfig
-from rlhf_mp.errors import CheckpointError, ConfigError, EngineError, SyncError
+from rlhf_mp.errors import CheckpointError, ConfigError, EngineError, OutOfMemory, SampleError, SyncError
 
 if TYPE_CHECKING:
     from rlhf_mp.assemble import Job
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rlhf_mp.trainer.trainer import Trainer
 
 EXIT_CONFIG, EXIT_FAILED = 2, 1
-EXPLAINED = (ConfigError, CheckpointError, EngineError, SyncError)
+EXPLAINED = (ConfigError, CheckpointError, EngineError, OutOfMemory, SampleError, SyncError)
 """Errors whose text says it all; any other comes with its traceback."""
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from rlhf_mp.errors import ConfigError, Problem
 
@@ -37,9 +36,13 @@ class Ranks:
         dist.all_gather_object(values, value)
         return values
 
-    def sum(self, tensor: Tensor) -> Tensor:
-        """All ranks' small tensors added in the order of ranks, so alike on every rank."""
-        return torch.stack(self.gather(tensor)).sum(0)
+    def sum(self, value: torch.Tensor, *, counts: bool) -> torch.Tensor:
+        """Of the ranks that count, added in their order: the same digits on every rank.
+
+        Args:
+            counts: False where another rank has the same data, as a part of the same model.
+        """
+        return torch.stack([x for x in self.gather(value.cpu() if counts else None) if x is not None]).sum(0)
 
 
 def check_shared(run_dir: Path, ranks: Ranks) -> None:

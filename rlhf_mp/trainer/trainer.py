@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from rlhf_mp.algorithms.base import Algorithm
+from rlhf_mp.algorithms.normalize import SumOverRanks, only_rank
 from rlhf_mp.algorithms.value_loss import value_metrics
 from rlhf_mp.data.collate import collate, with_estimates
 from rlhf_mp.data.types import LossFn, MiniBatch, SampleText, Share, Sums, TokenBatch
@@ -67,7 +68,7 @@ class Trainer:
     has_validation: bool
     memory: Callable[[], Mapping[str, float]] = peak_memory
     critic: TrainEngine | None = None
-    sum_over_ranks: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor  # collective
+    sum_over_ranks: SumOverRanks = only_rank
     packed: bool = False  # engines leave out the padding of micro-batches
     counts: bool = True  # False where another rank holds the same data, as a part of the same model
     stop_requested: Callable[[], bool] = lambda: False  # collective; asked once a step
@@ -114,7 +115,7 @@ class Trainer:
         batch = collate(share.trajectories)
         with self.phase(Phase.score):
             self.score(batch, share)
-        batch.advantages = self.algorithm.advantages(batch.rewards, batch.group_ids, batch.mask)
+            self.count(self.algorithm.estimate(batch, self.sum_over_ranks))
         self.log.samples(self.step + 1, [with_estimates(sample, batch) for sample in share.samples])
         with self.phase(Phase.train):
             if self.critic is not None:

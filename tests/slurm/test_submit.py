@@ -7,7 +7,7 @@ import pytest
 
 from rlhf_mp.cluster.first_failure import wait_until
 
-pytestmark = pytest.mark.usefixtures("nothing_left")
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("nothing_left")]
 
 
 def test_submitting_following_and_the_jobs_exit_code(cluster, inputs, env_file, tmp_path):

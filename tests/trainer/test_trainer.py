@@ -6,7 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from rlhf_mp.algorithms.advantages import Estimate
 from rlhf_mp.algorithms.base import Algorithm
+from rlhf_mp.config.algorithm import AlgorithmConfig
+from rlhf_mp.config.schema import ActorConfig
 from rlhf_mp.data.collate import collate
 from rlhf_mp.data.types import MiniBatch, SampleText, Share, TokenTrace, Totals, Trajectory
 from rlhf_mp.errors import EngineError
@@ -126,9 +129,10 @@ def trainer(num_steps: int, events: list, *, resumed_at: int = 0, reference: boo
 
     watched: list[Phase] = []
     algorithm = Algorithm(
-        advantage=lambda rewards, group_ids, mask, norm_by_std: rewards[:, None] * mask,
+        estimator=lambda batch, settings: Estimate(batch.rewards[:, None] * batch.mask),
+        settings=AlgorithmConfig(),
+        actor=ActorConfig(),
         policy_loss=lambda output, batch, totals: None,
-        norm_by_std=True,
         needs_old_logprobs=changed.pop("needs_old_logprobs", False),
         needs_reference=reference,
     )
