@@ -43,6 +43,7 @@ def make_supervised_trainer(job: Job) -> SupervisedTrainer:
         memory=footprint.metrics if footprint else peak_memory,
         packed=config.actor_rollout_ref.model.use_remove_padding,
         counts=engine.layout.is_output_rank,
+        stop_requested=job.stop_request.made,
         best=Best(knobs.best_metric, knobs.best_mode) if knobs.best_metric else None,
     )
     trainer.resume()

@@ -21,10 +21,15 @@ from rlhf_mp.config.load import read_config
 from rlhf_mp.config.schema import RunConfig
 from rlhf_mp.errors import Absent, ConfigError
 from rlhf_mp.planner.amount import GIB
-from rlhf_mp.planner.preflight import plan_of
+from rlhf_mp.planner.hardware import find_gpu
+from rlhf_mp.planner.plan import Plan
+from rlhf_mp.planner.preflight import Machine, plan_of, plan_problems, this_machine
+from rlhf_mp.planner.throughput import step_time
 
 ROOT = Path(__file__).parents[2]
 SCRIPT, ENV = "launch/slurm/train.sbatch", "launch/slurm/env.sh"
+ASSUMED_GPU = "h100"  # login nodes have none; what a node's host needs hardly depends on the card
+LONGEST_S, SHORTEST_S, START_S = 24 * 3600, 1800, 900
 HOST_MEMORY_MARGIN = 1.25  # over the plan's peak: page cache, and what the plan does not know
 CPUS_OF_GPU_RANK, CPUS_OF_CPU_RANK = 8, 1
 FOLLOW_EVERY_S = 1.0
@@ -34,7 +39,10 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, required=True, help="as of launch/train.py")
     parser.add_argument("--nodes", type=int, help="unset: trainer.nnodes")
-    parser.add_argument("--time", default="24:00:00", help="limit; near it the job saves, and requeues itself")
+    parser.add_argument("--gpu", help=f"card of the nodes, for the plan; unset: this machine's, else {ASSUMED_GPU}")
+    parser.add_argument(
+        "--time", help="limit; unset: twice the plan's estimate, a day at most; near it the job requeues"
+    )
     parser.add_argument(
         "--cpus-per-task", type=int, help=f"unset: {CPUS_OF_GPU_RANK} with GPUs, {CPUS_OF_CPU_RANK} on CPU"
     )
@@ -62,10 +70,34 @@ def checked_config(args: argparse.Namespace) -> RunConfig:
     return config
 
 
+def nodes_of(config: RunConfig, gpu: str | None) -> Machine:
+    """One of the cluster's nodes, as far as it can be known here; its own check judges its memory."""
+    if config.trainer.device == "cpu":
+        return Machine(None, None)
+    return Machine(find_gpu(gpu) if gpu else this_machine(config).gpu or find_gpu(ASSUMED_GPU), None)
+
+
+def time_limit(plan: Plan, num_steps: int | None) -> str:
+    """Twice what the steps are estimated to take, as Slurm writes it; a day where that isn't known."""
+    seconds = LONGEST_S
+    if num_steps and plan.job.gpu and plan.job.gpu.bf16_flops:
+        seconds = START_S + 2 * num_steps * step_time(plan, plan.job.workload).total
+    minutes = math.ceil(min(LONGEST_S, max(SHORTEST_S, seconds)) / 60)
+    return f"{minutes // 60}:{minutes % 60:02}:00"
+
+
 def sbatch_command(config: RunConfig, args: argparse.Namespace) -> list[str]:
-    """What a person would type."""
+    """What a person would type.
+
+    Raises:
+        ConfigError: the run does not fit.
+    """
     trainer, on_cpu = config.trainer, config.trainer.device == "cpu"
-    memory = math.ceil(plan_of(config).host_per_node * HOST_MEMORY_MARGIN / GIB)
+    machine = nodes_of(config, args.gpu)
+    if not trainer.skip_plan and (problems := list(plan_problems(config, machine))):
+        raise ConfigError(problems)
+    plan = plan_of(config, machine)
+    memory = math.ceil(plan.host_per_node * HOST_MEMORY_MARGIN / GIB)
     cpus = args.cpus_per_task or (CPUS_OF_CPU_RANK if on_cpu else CPUS_OF_GPU_RANK)
     return [
         "sbatch",
@@ -77,7 +109,7 @@ def sbatch_command(config: RunConfig, args: argparse.Namespace) -> list[str]:
         *([] if on_cpu else [f"--gpus-per-node={trainer.n_gpus_per_node}"]),
         f"--cpus-per-task={cpus}",
         f"--mem={memory}G",
-        f"--time={args.time}",
+        f"--time={args.time or time_limit(plan, trainer.total_training_steps)}",
         *(["--dependency=singleton"] if args.singleton else []),
         *args.sbatch,
         SCRIPT,

@@ -1,6 +1,7 @@
 """Which process runs where: a pure function of the config, computed alike everywhere."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from rlhf_mp.config.schema import RunConfig
 from rlhf_mp.rollout.sglang_server import ServerPlan
@@ -36,3 +37,12 @@ def place(config: RunConfig, on_cpu: bool) -> Placement:
             )
         )
     return Placement(trainer.nnodes * trainer.n_gpus_per_node, tuple(servers))
+
+
+def on_host(plan: ServerPlan, visible: Sequence[str]) -> ServerPlan:
+    """A plan counts a machine's GPUs from 0; this is the plan with those that the job was given there.
+
+    Args:
+        visible: CUDA_VISIBLE_DEVICES of the machine's ranks, which Slurm sets where jobs share a machine; empty: all.
+    """
+    return replace(plan, gpus=tuple(visible[gpu] for gpu in plan.gpus)) if visible else plan

@@ -4,6 +4,7 @@ On several hosts rank 0 starts Ray's head and the first rank of every other host
 with the ranks there as on one host; its token and address travel over the ranks' own network, and no file holds them.
 """
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from rlhf_mp.cluster import bootstrap
 from rlhf_mp.cluster.actors import DataFacts, EngineHost, SchedulerActor
 from rlhf_mp.cluster.client import RolloutClient
 from rlhf_mp.cluster.launcher import RankInfo
-from rlhf_mp.cluster.placement import Placement
+from rlhf_mp.cluster.placement import Placement, on_host
 from rlhf_mp.cluster.ranks import Ranks
 from rlhf_mp.config.schema import RunConfig
 from rlhf_mp.rollout.sglang_server import Address
@@ -41,6 +42,7 @@ class Host:
 
     node_id: str  # Ray's
     address: str
+    visible_gpus: list[str]  # empty: all of them
 
 
 class Services:
@@ -55,7 +57,8 @@ class Services:
         self.started = time.monotonic()
         logs = logs.absolute()
         self._join_ray(here, logs)
-        nodes = ranks.gather((bootstrap.node_id(), here.address))
+        visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+        nodes = ranks.gather((bootstrap.node_id(), here.address, visible))
         self.hosts = [Host(*node) for node in nodes[:: config.trainer.n_gpus_per_node]]
         if ranks.rank == 0:
             self._create(config, placement, logs, on_end)
@@ -90,7 +93,7 @@ class Services:
             log_files[name] = logs / f"engine_{plan.index}.log"
             host = self.hosts[plan.node]
             engine = bootstrap.create_actor(
-                EngineHost, plan, config, log_files[name], host.address,
+                EngineHost, on_host(plan, host.visible_gpus), config, log_files[name], host.address,
                 name=f"engine_{plan.index}", max_concurrency=8, node=host.node_id,
             )  # fmt: skip
             watched[name] = engine.ended.remote()

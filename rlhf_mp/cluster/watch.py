@@ -180,7 +180,12 @@ class Watch:
             wait_until(lambda: not alive(), PATIENCE_S)
         elif alive():
             return
-        ended, left = end(lambda: alive() | self.job_processes())
+
+        def remaining() -> set[int]:
+            self.note_shared_memory()  # some is made only while a process is ending
+            return alive() | self.job_processes()
+
+        ended, left = end(remaining)
         if left:
             write(1, f"processes {sorted(left)} could not be ended\n".encode())
         noted = {path.name for path in (self.tmp / "shared_memory").glob("*")}

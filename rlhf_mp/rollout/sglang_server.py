@@ -37,7 +37,7 @@ class ServerPlan:
     index: int
     model_path: str
     on_cpu: bool
-    gpus: tuple[int, ...]  # physical ids on its node; empty on CPU
+    gpus: tuple[int | str, ...]  # ids on its node, as CUDA_VISIBLE_DEVICES has them; empty on CPU
     seed: int
     node: int = 0  # number of its machine
 

@@ -46,6 +46,7 @@ class SupervisedTrainer:
     packed: bool = False  # engines leave out the padding of micro-batches
     counts: bool = True  # False where another rank holds the same data, as a part of the same model
     best: Best | None = None  # None: no validation is better than another
+    stop_requested: Callable[[], bool] = lambda: False  # collective; asked once a step
     step: int = 0
     _held_out: TokenBatch | None = field(default=None, init=False)
 
@@ -65,15 +66,22 @@ class SupervisedTrainer:
     def load_data_state(self, state: dict[str, Any]) -> None:
         self.batches.load_state_dict(state)
 
+    @property
+    def finished(self) -> bool:
+        return self.step >= self.schedule.num_steps
+
     def train(self) -> None:
-        """Train from where it stands to the last step."""
+        """Train to the last step, or save and return at the end of a step in which a stop was requested."""
         self.log.start()
         if self.step == 0 and self.schedule.val_before_train:
             self.improves(self.evaluate())
-        while self.step < self.schedule.num_steps:
+        while not self.finished:
             self.train_step()
             self.step += 1
             self.log.finish(self.step)
+            if not self.finished and self.stop_requested():
+                self.checkpoints.save(self)
+                return
             metrics = self.evaluate() if self.schedule.due(self.schedule.test_freq, self.step) else {}
             if self.improves(metrics) or self.schedule.due(self.schedule.save_freq, self.step):
                 self.checkpoints.save(self)

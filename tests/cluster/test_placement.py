@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlhf_mp.cluster.placement import place
+from rlhf_mp.cluster.placement import on_host, place
 from rlhf_mp.config.load import config_from_dict
 
 
@@ -74,3 +74,12 @@ def test_every_engine_has_the_model_a_number_and_a_seed_of_its_own():
 
 def test_every_process_works_out_the_same_placement():
     assert plans(8, 2) == plans(8, 2)
+
+
+def test_a_job_that_was_given_part_of_a_machine_keeps_to_its_part():
+    servers = plans(4, 2).servers
+    assert [on_host(server, ["4", "5", "6", "7"]).gpus for server in servers] == [("4", "5"), ("6", "7")]
+    assert [on_host(server, ["GPU-a", "GPU-b", "GPU-c", "GPU-d"]).gpus for server in servers][1] == ("GPU-c", "GPU-d")
+    assert [on_host(server, []) for server in servers] == list(servers)
+    on_cpu = plans(2, 1, on_cpu=True).servers[0]
+    assert on_host(on_cpu, ["3"]).gpus == ()

@@ -8,7 +8,8 @@ import pytest
 from rlhf_mp.config.load import load_config
 from rlhf_mp.errors import ConfigError
 from rlhf_mp.planner.amount import GIB
-from rlhf_mp.planner.preflight import plan_of
+from rlhf_mp.planner.hardware import find_gpu
+from rlhf_mp.planner.preflight import Machine, plan_of
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "grpo_qwen2.5_7b_deepspeed.yaml"
@@ -37,9 +38,25 @@ def test_memory_is_the_plans_with_room_and_shrinks_with_more_nodes():
         return int(command("--nodes", str(nodes))["--mem"].removesuffix("G"))
 
     config = load_config(CONFIG, ["trainer.nnodes=2"])
-    planned = plan_of(config).host_per_node / GIB
+    planned = plan_of(config, Machine(find_gpu("h100"), None)).host_per_node / GIB
     assert planned < asked(2) <= planned * 1.25 + 1
     assert asked(8) < asked(2)  # the optimizer's share of every node
+
+
+def test_time_follows_the_estimate_between_half_an_hour_and_a_day():
+    def asked(steps: int) -> int:
+        hours, minutes, _ = map(int, command(f"trainer.total_training_steps={steps}")["--time"].split(":"))
+        return 60 * hours + minutes
+
+    assert asked(1) == 30
+    assert asked(10**6) == 24 * 60
+    assert 30 < asked(20) < asked(40) < 24 * 60
+
+
+def test_a_card_that_is_too_small_is_refused(capsys):
+    words = ["--config", str(CONFIG), "--gpu", "t4", "--dry-run"]
+    assert SUBMIT["main"](words) == 2
+    assert "trainer.skip_plan=true" in capsys.readouterr().err
 
 
 def test_no_gpus_are_asked_for_on_cpu():

@@ -10,13 +10,15 @@ from pathlib import Path
 
 import pytest
 from additions import make_inputs
-from cluster import Cluster
+from cluster import NAMESPACES, Cluster
 
 from rlhf_mp.cluster.first_failure import wait_until
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge", "iproute2")
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "ip", "unshare", "nsenter")
+# What a container often may not do, root or not.
+TRIAL = "ip link add br0 type bridge && ip link add veth0 type veth peer name veth1 && mount -t tmpfs tmp /mnt"
 ENV = """
 export PATH={bin}:$PATH PYTHONPATH={root} DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 TORCH_EXTENSIONS_DIR={extensions}
 SRUN_OPTIONS=() NODE_PREFIX=() MAX_RESTARTS=2
@@ -42,7 +44,10 @@ def install() -> str:
                 return "Slurm is not installed, and apt-get took longer than two minutes"
             if done.returncode:
                 return f"Slurm is not installed, and apt-get {words[0]} failed: {done.stderr.strip()[-300:]}"
-    return f"not installed: {', '.join(missing)}" if (missing := missing_programs()) else ""
+    if missing := missing_programs():
+        return f"not installed: {', '.join(missing)}"
+    tried = subprocess.run(["unshare", *NAMESPACES, "--fork", "sh", "-c", TRIAL], capture_output=True, text=True)
+    return f"machines can't be made here: {tried.stderr.strip()[-300:]}" if tried.returncode else ""
 
 
 class Job:

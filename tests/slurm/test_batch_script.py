@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-pytestmark = pytest.mark.usefixtures("nothing_left")
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("nothing_left")]
 
 
 @pytest.mark.parametrize(("nodes", "tasks"), [(1, 1), (2, 2), (3, 1)])

@@ -28,8 +28,8 @@ def test_two_machines_train_stop_on_request_requeue_and_finish_where_they_were(s
         running = cluster.run("ps", "axo", "args=", on=node)
         assert len(re.findall("sglang.launch_server", running)) == 1, node
         assert "ray::EngineHost" in running
-        shown = cluster.run("sh", "-c", "tr '\\0' '\\n' < /proc/$(pgrep -f sglang.launch_server)/environ", on=node)
-        assert "NCCL_DEBUG=WARN" in shown.splitlines()
+        engine = cluster.run("pgrep", "-o", "-f", "sglang.launch_server", on=node).strip()
+        assert "NCCL_DEBUG=WARN" in cluster.run("cat", f"/proc/{engine}/environ", on=node).split("\0")
     assert "ray::SchedulerActor" not in running  # that is with rank 0
     job.signal("USR1")
     ended = job.wait(START_S)

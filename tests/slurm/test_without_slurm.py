@@ -6,7 +6,7 @@ import pytest
 
 from rlhf_mp.cluster.first_failure import wait_until
 
-pytestmark = pytest.mark.usefixtures("nothing_left")
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("nothing_left")]
 TORCHRUN = "torchrun --nnodes 2 --nproc-per-node 1 --node-rank {node} --master-addr n1 --master-port 29511"
 
 

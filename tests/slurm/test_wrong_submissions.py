@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-pytestmark = pytest.mark.usefixtures("nothing_left")
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("nothing_left")]
 LIMIT_S = 30
 
 

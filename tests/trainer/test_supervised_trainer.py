@@ -119,6 +119,16 @@ def test_it_learns_and_held_out_examples_say_so(folder, tmp_path, task):
         assert losses[0] == pytest.approx(0.693147, abs=1e-5)
 
 
+def test_a_requested_stop_saves_after_the_step_and_the_resumed_run_takes_it_from_there(folder, tmp_path):
+    made = trainer(folder, "sft", tmp_path, num_steps=8)
+    made.stop_requested = iter([False, True]).__next__
+    made.train()
+    assert (made.step, made.finished) == (2, False)
+    resumed = trainer(folder, "sft", tmp_path, num_steps=8)
+    resumed.resume()
+    assert resumed.step == 2
+
+
 @pytest.mark.parametrize("task", TASKS)
 def test_a_resumed_run_is_bit_identical_to_an_uninterrupted_one(folder, tmp_path, task):
     straight = trainer(folder, task, tmp_path / "straight", num_steps=8, test_freq=2, save_freq=8)

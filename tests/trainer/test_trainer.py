@@ -71,10 +71,7 @@ def test_a_requested_stop_saves_after_the_step_and_the_resumed_run_takes_it_from
 
 
 def test_a_stop_is_not_asked_for_after_the_last_step():
-    events = []
-    made = trainer(1, events, stop_requested=lambda: pytest.fail("asked"))
-    made.train()
-    assert made.finished
+    trainer(1, [], stop_requested=lambda: pytest.fail("asked")).train()
 
 
 def test_without_validation_data_nothing_is_evaluated():
