@@ -1,0 +1,70 @@
+"""Memory levers that would change nothing are told, each with what to type."""
+
+import pytest
+
+from rlhf_mp.config.critic_checks import critic_problems
+from rlhf_mp.config.load import config_from_dict
+from rlhf_mp.errors import ConfigError
+
+MODEL = "actor_rollout_ref.model"
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "reason", "mended"),
+    [
+        (
+            [f"{MODEL}.checkpoint_every_n_layers=2", f"{MODEL}.enable_gradient_checkpointing=false"],
+            f"{MODEL}.checkpoint_every_n_layers",
+            "no effect with",
+            f"{MODEL}.enable_gradient_checkpointing=true",
+        ),
+        (
+            [f"{MODEL}.checkpoint_every_n_layers=2", "actor_rollout_ref.actor.strategy=megatron"],
+            f"{MODEL}.checkpoint_every_n_layers",
+            "strategy=megatron",
+            f"{MODEL}.checkpoint_every_n_layers=1",
+        ),
+        (
+            [f"{MODEL}.activation_offload_layers=0"],
+            f"{MODEL}.activation_offload_layers",
+            "no effect with",
+            f"{MODEL}.enable_activation_offload=true",
+        ),
+    ],
+)
+def test_a_lever_without_effect_is_a_problem_and_its_fix_mends_it(words, key, reason, mended):
+    given = ["data.train_files=x.jsonl", f"{MODEL}.path=x", *words]
+    with pytest.raises(ConfigError) as caught:
+        config_from_dict({}, given)
+    (problem,) = caught.value.problems
+    assert problem.key == key and reason in problem.reason
+    config_from_dict({}, [*given, mended])
+
+
+def with_critic(**model):
+    """A resolved config that trains a critic."""
+    config = config_from_dict({}, ["data.train_files=x.jsonl", f"{MODEL}.path=x"])
+    config.critic.enable = True
+    for name, value in model.items():
+        setattr(config.critic.model, name, value)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("model", "key", "reason"),
+    [
+        ({"use_remove_padding": True}, "critic.model.use_remove_padding", "packs all or none"),
+        ({"logits_chunk_mb": 1}, "critic.model.logits_chunk_mb", "no logits"),
+    ],
+)
+def test_a_critic_packs_as_the_actor_does_and_has_no_logits(model, key, reason):
+    def found(config) -> dict[str, str]:
+        return {problem.key: problem.reason for problem in critic_problems(config)}
+
+    assert reason in found(with_critic(**model))[key]
+    assert not {"critic.model.use_remove_padding", "critic.model.logits_chunk_mb"} & {*found(with_critic())}
+
+
+def test_what_the_critic_leaves_unset_is_the_actors():
+    words = ["data.train_files=x.jsonl", f"{MODEL}.path=x", f"{MODEL}.use_remove_padding=true"]
+    assert config_from_dict({}, words).critic.model.use_remove_padding is True
