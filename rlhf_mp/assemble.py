@@ -9,11 +9,12 @@ from pathlib import Path
 
 import torch
 
-from rlhf_mp.algorithms.base import make_algorithm, updates_per_step
+from rlhf_mp.algorithms.base import make_algorithm
 from rlhf_mp.checkpoint import model_identity
 from rlhf_mp.cluster.guard import Guard
 from rlhf_mp.cluster.ranks import Ranks
 from rlhf_mp.cluster.services import Services
+from rlhf_mp.cluster.stop_request import StopRequest
 from rlhf_mp.config.checkpoint_folder import trained_facts
 from rlhf_mp.config.load import config_to_dict
 from rlhf_mp.config.schema import RunConfig
@@ -58,6 +59,7 @@ class Job:
     services: Services
     device: torch.device
     guard: Guard
+    stop_request: StopRequest
     on_hang: Callable[[str], None]  # says why, and ends this process
 
 
@@ -71,7 +73,7 @@ def make_trainer(job: Job) -> Trainer:
     torch.manual_seed(knobs.seed + job.ranks.rank)
     num_steps = knobs.total_training_steps or knobs.total_epochs * facts.steps_per_epoch
     epochs, warmup = job.config.actor_rollout_ref.actor.ppo_epochs, knobs.critic_warmup
-    updates = updates_per_step(job.config)
+    updates = job.config.updates_per_step
     actor = make_actor(job.config, job.device, (num_steps - warmup) * updates)
     critic = None
     if job.config.critic.enable:
@@ -94,14 +96,15 @@ def make_trainer(job: Job) -> Trainer:
         memory=lambda: memory.metrics() | (footprint.metrics() if footprint else {}),
         has_validation=facts.num_validation > 0,
         packed=job.config.actor_rollout_ref.model.use_remove_padding,
-        sum_over_ranks=job.ranks.sum,
+        sum_over_ranks=lambda x: job.ranks.sum(x, counts=actor.layout.is_output_rank),
         counts=actor.layout.is_output_rank,
+        stop_requested=job.stop_request.made,
         best=Best(knobs.best_metric, knobs.best_mode) if knobs.best_metric else None,
     )
     trainer.resume()
     if job.ranks.rank == 0:
         print(
-            f"{facts.num_prompts} prompts ({facts.num_dropped} dropped and {facts.num_truncated} cut as longer than "
+            f"{facts.num_prompts} prompts ({facts.num_dropped} dropped, {facts.num_truncated} cut: longer than "
             f"data.max_prompt_length), {facts.num_validation} for validation, {num_steps} steps"
         )
         trainer.log.sinks = make_sinks(job, num_steps, trainer.step)
@@ -175,7 +178,7 @@ def make_transport(job: Job) -> Transport:
         case "tensor":
             return TensorTransport(workers, job.ranks.gather, on_cpu)
         case "distributed":
-            return DistributedTransport(workers, "127.0.0.1", on_cpu)
+            return DistributedTransport(workers, job.services.hosts[0].address, on_cpu)
         case "disk":
             return DiskTransport(job.guard.run_dir / "weights", job.ranks.rank == 0)
 

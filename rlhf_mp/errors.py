@@ -50,5 +50,9 @@ class OutOfMemory(RuntimeError):
     """Memory ran out: in which phase, what held it, and what to turn."""
 
 
+class SampleError(RuntimeError):
+    """What was sampled cannot be trained on: a reward that is no number, or no group whose rewards differ."""
+
+
 class CheckpointError(RuntimeError):
     """A checkpoint is damaged or belongs to something else."""

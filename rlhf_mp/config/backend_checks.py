@@ -57,7 +57,7 @@ def backend_problems(config: RunConfig) -> Iterator[Problem]:
         if updates.strategy == "torch":
             yield from _torch_problems(trained, config.trainer.num_ranks)
         elif updates.strategy == "megatron":
-            yield from megatron_checks.megatron_problems(trained, config.trainer.num_ranks)
+            yield from megatron_checks.megatron_problems(trained, config.trainer)
         else:
             yield from _zero_problems(trained)
         yield from _optimizer_problems(trained)

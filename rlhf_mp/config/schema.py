@@ -5,24 +5,11 @@ Units are part of a name (``_s``, ``_mb``, ``_gib``) unless the established name
 A knob that is unset (``None``) because it follows from others is filled in when a config is loaded, see derive.py.
 """
 
-from dataclasses import MISSING, dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
-
-def knob(default: Any, help: str, *, ge: float | None = None, gt: float | None = None, le: float | None = None) -> Any:
-    """A field with its documentation and its own range. A mutable default is copied for every config."""
-    metadata = {"help": help, "ge": ge, "gt": gt, "le": le}
-    if isinstance(default, (list, dict)):
-        return field(default_factory=default.copy, metadata=metadata)
-    return field(default=default, metadata=metadata)
-
-
-def section(kind: type) -> Any:
-    return field(default_factory=kind, metadata={"help": (kind.__doc__ or "").splitlines()[0]})
-
-
-def default_of(f: Any) -> Any:
-    return f.default if f.default is not MISSING else f.default_factory()
+from rlhf_mp.config.algorithm import POLICY_LOSSES, SELECTING, AlgorithmConfig
+from rlhf_mp.config.knob import knob, section
 
 
 @dataclass
@@ -166,10 +153,18 @@ class ActorConfig(TrainedConfig):
     ppo_micro_batch_size_per_gpu: int = knob(8, "sequences per training micro-batch (not use_dynamic_bsz)", ge=1)
     log_prob_max_token_len_per_gpu: int | None = knob(None, "the same for forward-only passes; unset: ppo_...", ge=1)
     log_prob_micro_batch_size_per_gpu: int | None = knob(None, "the same for forward-only passes; unset: ppo_...", ge=1)
-    policy_loss: Literal["ppo_clip"] = knob("ppo_clip", "registered policy loss")
+    policy_loss: str = knob("ppo_clip", "registered policy loss, see docs/algorithms.md", names=POLICY_LOSSES)
     clip_ratio: float = knob(0.2, "PPO clip, as a distance from 1", gt=0)
     clip_ratio_low: float | None = knob(None, "lower clip; unset: clip_ratio", gt=0)
     clip_ratio_high: float | None = knob(None, "upper clip; unset: clip_ratio", gt=0)
+    clip_ratio_c: float | None = knob(None, "dual clip: largest ratio of a negative advantage; unset: none", gt=1)
+    tau_pos: float = knob(1.0, "sapo: how soon the gate closes for positive advantages", gt=0)
+    tau_neg: float = knob(1.05, "sapo: the same for negative advantages", gt=0)
+    kl_cov_ratio: float = knob(0.0002, "kl_cov: share of tokens held back, those of largest covariance", gt=0, le=1)
+    ppo_kl_coef: float = knob(1.0, "kl_cov: how strongly", gt=0)
+    clip_cov_ratio: float = knob(0.0002, "clip_cov: share of tokens left out of the update", gt=0, le=1)
+    clip_cov_lb: float = knob(1.0, "clip_cov: they are drawn from those of at least this covariance")
+    clip_cov_ub: float = knob(5.0, "clip_cov: and at most this one")
     loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = knob(
         "token-mean", "how per-token losses become one number"
     )
@@ -284,11 +279,12 @@ class CriticConfig(TrainedConfig):
 
 
 @dataclass
-class AlgorithmConfig:
-    """What turns rewards into advantages."""
+class OverlongBufferConfig:
+    """Soft punishment of responses that come near data.max_response_length."""
 
-    adv_estimator: Literal["grpo"] = knob("grpo", "registered advantage estimator")
-    norm_adv_by_std_in_grpo: bool = knob(True, "divide by the group's standard deviation; false: Dr. GRPO")
+    enable: bool = knob(False, "take away more of the reward the further a response reaches into the buffer")
+    len: int = knob(512, "tokens before data.max_response_length at which it begins", ge=1)
+    penalty_factor: float = knob(1.0, "taken away at the full length", gt=0)
 
 
 @dataclass
@@ -297,6 +293,7 @@ class RewardConfig:
 
     name: Literal["exact", "math"] = knob("math", "registered reward")
     timeout_s: float = knob(5.0, "one response's verification may take so long, then it counts 0", gt=0)
+    overlong_buffer: OverlongBufferConfig = section(OverlongBufferConfig)
 
 
 @dataclass
@@ -349,6 +346,26 @@ class RunConfig:
     algorithm: AlgorithmConfig = section(AlgorithmConfig)
     reward: RewardConfig = section(RewardConfig)
     trainer: TrainerConfig = section(TrainerConfig)
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps between two weight versions."""
+        actor = self.actor_rollout_ref.actor
+        return self.data.train_batch_size // actor.ppo_mini_batch_size * actor.ppo_epochs
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """Whether the policy scores its samples before the update.
+
+        With one update per step the policy that is trained is the one that sampled: scoring it first would only
+        compute the same log-probs twice.
+        """
+        by_loss = self.actor_rollout_ref.actor.policy_loss in SELECTING
+        return self.updates_per_step > 1 or self.algorithm.use_kl_in_reward or by_loss
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.actor_rollout_ref.actor.use_kl_loss or self.algorithm.use_kl_in_reward
 
     @property
     def trained(self) -> "list[TrainedModel]":

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from rlhf_mp.config.load import config_to_yaml
 from rlhf_mp.config.model_folder import count_parameters
-from rlhf_mp.config.schema import RunConfig
+from rlhf_mp.config.schema import DataConfig, RunConfig
 
 
 def describe_run(config: RunConfig) -> str:
@@ -32,7 +32,7 @@ def _who(config: RunConfig) -> dict[str, str]:
         f"{rollout.dtype}",
         "weights": f"swapped by {policy.weight_sync.transport}, every swap verified",
         "model": f"{policy.model.path}, {_size(policy.model.path)}, {policy.model.dtype}",
-        "reference": "yes, for the KL loss" if actor.use_kl_loss else "none needed",
+        "reference": "yes, for the KL term" if config.needs_reference else "none needed",
     }
 
 
@@ -66,6 +66,14 @@ def _step(config: RunConfig) -> dict[str, str]:
     }
 
 
+def _entries(data: DataConfig) -> list[str]:
+    """The training files, with their shares of the prompts where they have some."""
+    if not data.train_weights:
+        return data.train_files
+    shares = (weight / sum(data.train_weights) for weight in data.train_weights)
+    return [f"{file} ({share:.0%})" for file, share in zip(data.train_files, shares, strict=True)]
+
+
 def _files(config: RunConfig) -> dict[str, str]:
     trainer, data = config.trainer, config.data
     length = f"{trainer.total_epochs} epoch(s)"
@@ -73,7 +81,7 @@ def _files(config: RunConfig) -> dict[str, str]:
         length = f"{trainer.total_training_steps} steps"
     return {
         "length": length,
-        "prompts": ", ".join(data.train_files),
+        "prompts": ", ".join(_entries(data)),
         "validation": ", ".join(data.val_files) or "none",
         "output": trainer.default_local_dir,
     }

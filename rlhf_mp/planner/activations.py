@@ -160,7 +160,7 @@ def scoring_activations(
     """Of a forward pass alone: one layer's tensors at a time, then the logits."""
     tp, cp = (layout.tp, layout.cp) if isinstance(layout, MegatronLayout) else (1, 1)
     whole = sum(layer_items(shape, kernels, width=width, tp=tp, sequence=batch.sequence).values())
-    tokens = amount(batch.tokens, "tokens").over(cp, "cp")
+    tokens = amount(batch.score_tokens or batch.tokens, "tokens").over(cp, "cp")
     working = tokens.times(whole, "bytes of one layer")
     hidden = tokens.times(2 * width * shape.hidden, "bytes of hidden states")
     columns, each = tokens, FORWARD_LOGIT_BYTES

@@ -127,6 +127,7 @@ class Batch:
 
     tokens: int  # per micro-batch, padded
     sequence: int  # the longest
+    score_tokens: int | None = None  # of a forward-only pass, where no mini-batch cuts; None: as many
     logit_tokens: int | None = None  # whose logits exist at once; None: all, and by plain autograd
     recompute: Recompute = "full"
     recompute_every: int = 1  # with "full": so-many-th layers; the others keep everything

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rlhf_mp.config.schema import MegatronConfig, ModelConfig, RunConfig, TrainedModel
+from rlhf_mp.config.schema import ActorConfig, MegatronConfig, ModelConfig, RunConfig, TrainedModel
 from rlhf_mp.errors import ConfigError, Problem
 from rlhf_mp.planner import job as planned
 from rlhf_mp.planner.amount import MIB, gib
@@ -78,7 +78,6 @@ def job_of(config: RunConfig, machine: Machine) -> planned.Job:
     actor, sequence = policy.actor, data.max_prompt_length + data.max_response_length
     model, (of_actor, *of_critic) = policy.model, config.trained
     shape = find_model(model.path)  # by its name, where it is not downloaded yet
-    updates = data.train_batch_size // actor.ppo_mini_batch_size * actor.ppo_epochs
     return planned.Job(
         model=shape,
         layout=_layout(of_actor, trainer.num_ranks),
@@ -86,9 +85,9 @@ def job_of(config: RunConfig, machine: Machine) -> planned.Job:
         gpu=machine.gpu,
         algorithm="ppo" if of_critic else "grpo",
         precision=_precision(of_actor),
-        reference=actor.use_kl_loss,
+        reference=config.needs_reference,
         reference_offload=policy.ref.fsdp_config.param_offload,
-        scores_old_policy=updates > 1,
+        scores_old_policy=config.needs_old_logprobs,
         engine=_engine(config, sequence, on_gpu=machine.gpu is not None),
         bucket_bytes=policy.weight_sync.bucket_mb * 1e6,
         host_memory=machine.host_memory,
@@ -119,12 +118,19 @@ def _critic(config: RunConfig, sequence: int) -> dict[str, Any]:
 
 def _batch(trained: TrainedModel, config: RunConfig, sequence: int) -> planned.Batch:
     updates = trained.updates
-    tokens = updates.ppo_max_token_len_per_gpu
-    if not config.actor_rollout_ref.actor.use_dynamic_bsz:
-        tokens = updates.ppo_micro_batch_size_per_gpu * sequence
+    forward = "log_prob" if isinstance(updates, ActorConfig) else "forward"
+    cuts = {"ppo": config.actor_rollout_ref.actor.ppo_mini_batch_size, forward: config.data.train_batch_size}
+    fitting = []
+    for kind, prompts in cuts.items():
+        budget = getattr(updates, f"{kind}_max_token_len_per_gpu")
+        if not config.actor_rollout_ref.actor.use_dynamic_bsz:
+            budget = getattr(updates, f"{kind}_micro_batch_size_per_gpu") * sequence
+        # the longest sequences need what fits a micro-batch; fewer of them cannot fill it
+        fitting.append(min(budget, _tokens_of(prompts, config, sequence)))
+    tokens, score_tokens = fitting
     return planned.Batch(
-        # the longest sequences need what fits a micro-batch; a smaller mini-batch cannot fill it
-        tokens=min(tokens, _mini_batch_tokens(config, sequence)),
+        tokens=tokens,
+        score_tokens=score_tokens,
         sequence=sequence,
         recompute=_recompute(trained),
         recompute_every=trained.model.checkpoint_every_n_layers,
@@ -141,11 +147,9 @@ def _logit_tokens(trained: TrainedModel, vocab: int) -> int | None:
     return max(1, chunk * slices // (LOGIT_BYTES * vocab)) if chunk else None
 
 
-def _mini_batch_tokens(config: RunConfig, sequence: int) -> int:
-    """Tokens of one rank's share of a mini-batch, at full length; a group is never split."""
-    actor, n = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
-    prompts = -(-actor.ppo_mini_batch_size // config.data_parallel_size)
-    return prompts * n * sequence
+def _tokens_of(prompts: int, config: RunConfig, sequence: int) -> int:
+    """Of one rank's share of so many prompts' responses, at full length; a group is never split."""
+    return -(-prompts // config.data_parallel_size) * config.actor_rollout_ref.rollout.n * sequence
 
 
 def _precision(trained: TrainedModel) -> planned.Precision:

@@ -73,7 +73,15 @@ class MetricSums:
             pair = torch.stack(
                 [torch.as_tensor(total).detach().double(), torch.as_tensor(count, device=total.device).double()]
             )
-            self._sums[name] = self._sums[name] + pair if name in self._sums else pair
+            self._sums[name] = joined(name, self._sums[name], pair) if name in self._sums else pair
 
     def result(self) -> Sums:
         return {name: (pair[0].item(), pair[1].item()) for name, pair in self._sums.items()}
+
+
+def joined(name: str, one: Tensor, other: Tensor) -> Tensor:
+    """Two (sum, count) of one metric: added, or of what ends in _max or _min the larger or smaller that has a count."""
+    if name[-4:] not in ("_max", "_min"):
+        return one + other
+    wins = (one[0] > other[0]) == name.endswith("_max")
+    return torch.where((one[1] > 0) & (wins | (other[1] == 0)), one, other)

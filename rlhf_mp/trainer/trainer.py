@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from rlhf_mp.algorithms.base import Algorithm
+from rlhf_mp.algorithms.normalize import SumOverRanks, only_rank
 from rlhf_mp.algorithms.value_loss import value_metrics
 from rlhf_mp.data.collate import collate, with_estimates
 from rlhf_mp.data.types import LossFn, MiniBatch, SampleText, Share, Sums, TokenBatch
@@ -67,9 +68,10 @@ class Trainer:
     has_validation: bool
     memory: Callable[[], Mapping[str, float]] = peak_memory
     critic: TrainEngine | None = None
-    sum_over_ranks: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor  # collective
+    sum_over_ranks: SumOverRanks = only_rank
     packed: bool = False  # engines leave out the padding of micro-batches
     counts: bool = True  # False where another rank holds the same data, as a part of the same model
+    stop_requested: Callable[[], bool] = lambda: False  # collective; asked once a step
     best: Best | None = None  # None: no validation is better than another
     step: int = 0
     last_grad_norm: float = field(default=0.0, init=False)
@@ -83,17 +85,24 @@ class Trainer:
         """Continue where the newest checkpoint stands, if there is one."""
         self.checkpoints.load_newest(self)
 
+    @property
+    def finished(self) -> bool:
+        return self.step >= self.schedule.num_steps
+
     def train(self) -> None:
-        """Train from where it stands to the last step."""
+        """Train to the last step, or save and return at the end of a step in which a stop was requested."""
         self.publish()
         self.log.start()
         if self.step == 0 and self.schedule.val_before_train:
             self.improves(self.evaluate())
-        while self.step < self.schedule.num_steps:
+        while not self.finished:
             self.train_step()
             self.step += 1
             self.publish()
             self.log.finish(self.step)
+            if not self.finished and self.stop_requested():
+                self.checkpoints.save(self)
+                return
             metrics = self.evaluate() if self.schedule.due(self.schedule.test_freq, self.step) else {}
             if self.improves(metrics) or self.schedule.due(self.schedule.save_freq, self.step):
                 self.checkpoints.save(self)
@@ -106,7 +115,7 @@ class Trainer:
         batch = collate(share.trajectories)
         with self.phase(Phase.score):
             self.score(batch, share)
-        batch.advantages = self.algorithm.advantages(batch.rewards, batch.group_ids, batch.mask)
+            self.count(self.algorithm.estimate(batch, self.sum_over_ranks))
         self.log.samples(self.step + 1, [with_estimates(sample, batch) for sample in share.samples])
         with self.phase(Phase.train):
             if self.critic is not None:

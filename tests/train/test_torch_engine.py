@@ -13,7 +13,7 @@ from rlhf_mp.data.types import TokenBatch, Totals, Trajectory
 from rlhf_mp.models.heads import PolicyHead
 from rlhf_mp.models.hf import load_causal_lm
 from rlhf_mp.models.tiny import TinyShape, character_tokenizer, make_checkpoint
-from rlhf_mp.train.accumulate import ForwardSettings
+from rlhf_mp.train.accumulate import ForwardSettings, MetricSums
 from rlhf_mp.train.build import make_actor, make_reference
 from rlhf_mp.train.torch_engine import TorchEngine
 
@@ -264,3 +264,11 @@ def test_the_reference_stays_where_it_started(path, batch):
     step(actor, batch)
     assert torch.equal(reference.score([batch])[0], before)
     assert (actor.score([batch])[0] - before).abs().max() > 1e-3
+
+
+def test_extremes_of_micro_batches_are_kept_and_empty_ones_say_nothing():
+    sums = MetricSums()
+    for largest, smallest, count in [(0.0, 0.0, 0), (-3.0, -3.0, 1), (-1.0, -1.0, 1), (5.0, 5.0, 0)]:
+        pairs = {"r_max": largest, "r_min": smallest}
+        sums.add({name: (torch.tensor(x), torch.tensor(count)) for name, x in pairs.items()})
+    assert sums.result() == {"r_max": (-1.0, 1.0), "r_min": (-3.0, 1.0)}

@@ -46,10 +46,24 @@ class Rollouts:
         self.loaded = state
 
 
+class Algorithm:
+    """Its coefficient follows the steps."""
+
+    def __init__(self, step: int):
+        self.state = {"kl_ctrl": {"coef": 0.1 / (1 + step)}}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
 def trainer(step: int = 0, weight: int = 0, rank: int = 0) -> SimpleNamespace:
     actor, critic = Actor(weight, rank), Actor(-weight, rank)
     trained = {"actor": actor, "critic": critic}
-    return SimpleNamespace(step=step, actor=actor, critic=critic, trained=trained, rollouts=Rollouts(), best=None)
+    parts = {"actor": actor, "critic": critic, "trained": trained, "rollouts": Rollouts()}
+    return SimpleNamespace(step=step, best=None, algorithm=Algorithm(step), **parts)
 
 
 def checkpoints(run_dir: Path, ranks: Any = None, **changed: Any) -> RunCheckpoints:
@@ -82,6 +96,7 @@ def test_a_run_continues_where_its_newest_checkpoint_stands(tmp_path):
     fresh, said = resumed(tmp_path)
     assert (fresh.step, fresh.actor.weight, fresh.critic.weight) == (6, 106, -106)
     assert fresh.rollouts.loaded == {"batch": 60}
+    assert fresh.algorithm.state == {"kl_ctrl": {"coef": 0.1 / 7}}  # to the last digit
     assert said == [f"resumed from {checkpoint.folder_of(tmp_path, 6)} at step 6"]
 
 
