@@ -93,6 +93,8 @@ class DeepSpeedConfig:
     zero_stage: int | None = knob(None, "0-3; unset: 3, or 2 with fsdp_config.reshard_after_forward=false", ge=0, le=3)
     reduce_bucket_size: int = knob(50_000_000, "elements reduced at once", ge=1)
     prefetch_bucket_size: int = knob(50_000_000, "elements fetched ahead (ZeRO-3)", ge=0)
+    offload_device: Literal["cpu", "nvme"] = knob("cpu", "where fsdp_config's offloads keep things")
+    nvme_path: str | None = knob(None, "folder on a fast local disk, with offload_device=nvme")
     param_persistence_threshold: int = knob(100_000, "smaller parameters stay whole on every rank (ZeRO-3)", ge=0)
 
 

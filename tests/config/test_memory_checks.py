@@ -6,7 +6,8 @@ from rlhf_mp.config.critic_checks import critic_problems
 from rlhf_mp.config.load import config_from_dict
 from rlhf_mp.errors import ConfigError
 
-MODEL = "actor_rollout_ref.model"
+MODEL, ZERO = "actor_rollout_ref.model", "actor_rollout_ref.actor.deepspeed"
+OFFLOAD = "actor_rollout_ref.actor.fsdp_config.optimizer_offload=true"
 
 
 @pytest.mark.parametrize(
@@ -23,6 +24,20 @@ MODEL = "actor_rollout_ref.model"
             f"{MODEL}.checkpoint_every_n_layers",
             "strategy=megatron",
             f"{MODEL}.checkpoint_every_n_layers=1",
+        ),
+        ([f"{ZERO}.nvme_path=/local"], f"{ZERO}.nvme_path", "no effect", f"{ZERO}.nvme_path=null"),
+        ([OFFLOAD, f"{ZERO}.offload_device=nvme"], f"{ZERO}.offload_device", "is not set", f"{ZERO}.nvme_path=/local"),
+        (
+            [OFFLOAD, f"{ZERO}.offload_device=nvme", f"{ZERO}.nvme_path=/local", f"{ZERO}.zero_stage=2"],
+            f"{ZERO}.offload_device",
+            "only ZeRO-3",
+            f"{ZERO}.zero_stage=3",
+        ),
+        (
+            [f"{ZERO}.offload_device=nvme", f"{ZERO}.nvme_path=/local"],
+            f"{ZERO}.offload_device",
+            "nothing is offloaded",
+            OFFLOAD,
         ),
         (
             [f"{MODEL}.activation_offload_layers=0"],
