@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rlhf_mp.config.algorithm import POLICY_LOSSES, SELECTING, AlgorithmConfig
+from rlhf_mp.config.backends import DeepSpeedConfig, MegatronConfig, OffloadConfig
+from rlhf_mp.config.dpo import DpoConfig
 from rlhf_mp.config.knob import knob, section
 
 
 @dataclass
 class DataConfig:
-    """Where prompts come from and how they are batched."""
+    """Where prompts and examples come from and how they are batched."""
 
     train_files: list[str] = knob([], "file or list of files: .jsonl, .parquet, or a Hugging Face dataset folder")
     train_weights: list[float] = knob(
@@ -25,7 +27,7 @@ class DataConfig:
     answer_key: str = knob("answer", "column with the reference answer, handed to the reward")
     system_prompt: str = knob("", "put before every text prompt as a system message")
     apply_chat_template: bool = knob(True, "wrap prompts in the tokenizer's chat template")
-    train_batch_size: int = knob(1024, "prompts per step", ge=1)
+    train_batch_size: int = knob(1024, "prompts per step; examples or pairs per optimizer step without rl", ge=1)
     max_prompt_length: int = knob(512, "tokens; longer prompts are dropped and counted", ge=1)
     max_response_length: int = knob(512, "tokens sampled at most", ge=1)
     filter_overlong_prompts: bool = knob(True, "drop too long prompts; false: see truncation")
@@ -40,16 +42,14 @@ class DataConfig:
     cache_dir: str | None = knob(
         None, "tokenised prompts are kept here for the next start; unset: prompts/ in the run directory"
     )
-
-
-@dataclass
-class OffloadConfig:
-    """ZeRO settings under the names used for FSDP."""
-
-    param_offload: bool = knob(False, "keep parameters in host memory, fetch a layer at a time (ZeRO-3)")
-    optimizer_offload: bool = knob(False, "keep optimizer state in host memory and step there")
-    reshard_after_forward: bool = knob(True, "true: ZeRO-3; false: ZeRO-2, whole parameters on every rank")
-    forward_prefetch: bool = knob(True, "fetch the next layer's parameters while this one computes")
+    response_key: str = knob("response", "sft: column with the text that answers the prompt")
+    messages_key: str | None = knob(None, "sft: column with whole conversations, in place of prompt and response")
+    chosen_key: str = knob("chosen", "dpo, reward_model: column with the better response: a text, or messages")
+    rejected_key: str = knob("rejected", "dpo, reward_model: column with the worse response")
+    margin_key: str | None = knob(None, "reward_model: column that says by how much it is worse; unset: by anything")
+    max_length: int | None = knob(
+        None, "tokens of an example at most, without rl; unset: max_prompt_length + max_response_length", ge=2
+    )
 
 
 @dataclass
@@ -84,45 +84,6 @@ class OptimConfig:
     lr_warmup_steps: int = knob(0, "optimizer steps of linear warm-up", ge=0)
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = knob("constant", "after warm-up")
     min_lr_ratio: float = knob(0.0, "where linear and cosine end, as a share of lr", ge=0, le=1)
-
-
-@dataclass
-class DeepSpeedConfig:
-    """What only DeepSpeed has."""
-
-    zero_stage: int | None = knob(None, "0-3; unset: 3, or 2 with fsdp_config.reshard_after_forward=false", ge=0, le=3)
-    reduce_bucket_size: int = knob(50_000_000, "elements reduced at once", ge=1)
-    prefetch_bucket_size: int = knob(50_000_000, "elements fetched ahead (ZeRO-3)", ge=0)
-    offload_device: Literal["cpu", "nvme"] = knob("cpu", "where fsdp_config's offloads keep things")
-    nvme_path: str | None = knob(None, "folder on a fast local disk, with offload_device=nvme")
-    param_persistence_threshold: int = knob(100_000, "smaller parameters stay whole on every rank (ZeRO-3)", ge=0)
-
-
-@dataclass
-class MegatronConfig:
-    """What only Megatron has. The ranks that tensor, pipeline and context parallelism leave over are data-parallel."""
-
-    tensor_model_parallel_size: int = knob(1, "ranks that share every matrix", ge=1)
-    pipeline_model_parallel_size: int = knob(1, "ranks that share the layers", ge=1)
-    virtual_pipeline_model_parallel_size: int | None = knob(
-        None, "parts of the layers on each pipeline rank, interleaved for less idle time; unset: one", ge=2
-    )
-    context_parallel_size: int = knob(1, "ranks that share every sequence", ge=1)
-    sequence_parallel: bool | None = knob(
-        None, "share the work between matrices along the sequence too; unset: with tensor parallelism"
-    )
-    use_distributed_optimizer: bool = knob(True, "share optimizer state among data-parallel ranks")
-    recompute: Literal["full", "selective"] = knob(
-        "full", "what enable_gradient_checkpointing recomputes: whole layers, or attention alone"
-    )
-    transformer_impl: Literal["auto", "local", "te"] = knob(
-        "auto", "layers: torch's (local) or Transformer Engine's (te); auto: te on a GPU where it is installed"
-    )
-
-    @property
-    def model_parallel_size(self) -> int:
-        """Ranks that hold one copy of the model."""
-        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
 
 
 @dataclass
@@ -299,9 +260,25 @@ class RewardConfig:
 
 
 @dataclass
+class RewardModelConfig:
+    """A reward model in the loop of trainer.task=rl, scored on the training ranks."""
+
+    enable: bool = knob(False, "score responses with a reward model")
+    model: ModelConfig = section(ModelConfig)
+    fsdp_config: OffloadConfig = section(OffloadConfig)
+    coef: float = knob(1.0, "weight of its score in the reward")
+    rule_coef: float = knob(0.0, "weight of the rule reward beside it; 0: the rule reward is only logged")
+    normalize: bool = knob(False, "scores minus their running mean, divided by their running standard deviation")
+    clip: float | None = knob(None, "scores beyond this distance from 0 count as it; unset: as they are", gt=0)
+
+
+@dataclass
 class TrainerConfig:
     """The job: size, length, output."""
 
+    task: Literal["rl", "sft", "dpo", "reward_model"] = knob(
+        "rl", "reinforcement learning, fine-tuning on responses, preference optimisation, or training a reward model"
+    )
     project_name: str = knob("rlhf_mp", "first folder of the run directory")
     experiment_name: str = knob("run", "second folder of the run directory")
     default_local_dir: str | None = knob(None, "run directory; unset: runs/<project_name>/<experiment_name>")
@@ -347,6 +324,8 @@ class RunConfig:
     critic: CriticConfig = section(CriticConfig)
     algorithm: AlgorithmConfig = section(AlgorithmConfig)
     reward: RewardConfig = section(RewardConfig)
+    reward_model: RewardModelConfig = section(RewardModelConfig)
+    dpo: DpoConfig = section(DpoConfig)
     trainer: TrainerConfig = section(TrainerConfig)
 
     @property
