@@ -8,6 +8,30 @@ from rlhf_mp.errors import Problem
 
 def memory_problems(trained: TrainedModel) -> Iterator[Problem]:
     """Once knobs that follow from others are filled in."""
+    yield from _activation_problems(trained)
+    if trained.updates.strategy == "deepspeed":
+        yield from _disk_problems(trained)
+
+
+def _disk_problems(trained: TrainedModel) -> Iterator[Problem]:
+    own, offload, key = trained.updates.deepspeed, trained.updates.fsdp_config, f"{trained.key}.deepspeed"
+    if own.nvme_path is not None and own.offload_device == "cpu":
+        reason = f"no effect with {key}.offload_device=cpu"
+        yield Problem(f"{key}.nvme_path", own.nvme_path, reason, f"{key}.offload_device=nvme")
+    if own.offload_device == "cpu":
+        return
+    if own.nvme_path is None:
+        fix = f"{key}.nvme_path=<folder on a local disk>, or {key}.offload_device=cpu"
+        yield Problem(f"{key}.offload_device", "nvme", f"{key}.nvme_path is not set", fix)
+    if own.zero_stage != 3:
+        reason, fix = f"only ZeRO-3 reaches a disk, and {key}.zero_stage = {own.zero_stage}", f"{key}.zero_stage=3"
+        yield Problem(f"{key}.offload_device", "nvme", reason, fix)
+    elif not (offload.param_offload or offload.optimizer_offload):
+        fix = f"{trained.key}.fsdp_config.optimizer_offload=true, or {key}.offload_device=cpu"
+        yield Problem(f"{key}.offload_device", "nvme", "no effect: nothing is offloaded", fix)
+
+
+def _activation_problems(trained: TrainedModel) -> Iterator[Problem]:
     model, key = trained.model, trained.model_key
     every, layers = model.checkpoint_every_n_layers, model.activation_offload_layers
     if every != 1 and not model.enable_gradient_checkpointing:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rlhf_mp.config.algorithm import POLICY_LOSSES, SELECTING, AlgorithmConfig
-from rlhf_mp.config.backend import DeepSpeedConfig, MegatronConfig
+from rlhf_mp.config.backends import DeepSpeedConfig, MegatronConfig, OffloadConfig
 from rlhf_mp.config.dpo import DpoConfig
 from rlhf_mp.config.knob import knob, section
 from rlhf_mp.config.reward import RewardConfig
@@ -53,16 +53,6 @@ class DataConfig:
     max_length: int | None = knob(
         None, "tokens of an example at most, without rl; unset: max_prompt_length + max_response_length", ge=2
     )
-
-
-@dataclass
-class OffloadConfig:
-    """ZeRO settings under the names used for FSDP."""
-
-    param_offload: bool = knob(False, "keep parameters in host memory, fetch a layer at a time (ZeRO-3)")
-    optimizer_offload: bool = knob(False, "keep optimizer state in host memory and step there")
-    reshard_after_forward: bool = knob(True, "true: ZeRO-3; false: ZeRO-2, whole parameters on every rank")
-    forward_prefetch: bool = knob(True, "fetch the next layer's parameters while this one computes")
 
 
 @dataclass

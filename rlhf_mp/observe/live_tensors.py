@@ -16,7 +16,8 @@ KINDS = ("weights", "gradients", "optimizer", "other tensors")
 
 def live_bytes(device: torch.device) -> dict[str, int]:
     """Bytes on ``device``, by kind, the largest first."""
-    objects = [x for x in gc.get_objects() if isinstance(x, (Tensor, nn.Module, torch.optim.Optimizer))]
+    # by type: isinstance would ask each object for its __class__, and some answer with a warning
+    objects = [x for x in gc.get_objects() if issubclass(type(x), (Tensor, nn.Module, torch.optim.Optimizer))]
     modules = [x for x in objects if isinstance(x, nn.Module)]
     optimizers = [x for x in objects if isinstance(x, torch.optim.Optimizer)]
     weights = [p for module in modules for p in (*module._parameters.values(), *module._buffers.values())]

@@ -75,14 +75,15 @@ class MemoryWatch:
     def explain(self, phase: Phase, error: BaseException) -> str:
         """Who ran out of what, what held it, and what to turn."""
         usage, held = get_memory_usage(self.device), live_bytes(self.device)
-        where = "GPU memory" if self.device.type == "cuda" else "host memory"
+        on_gpu, first_line = self.device.type == "cuda", (str(error) or type(error).__name__).splitlines()[0]
+        where, tensors = ("GPU", f" ({usage['allocated']:.2f} in tensors)") if on_gpu else ("host", "")
         lines = [
-            f"rank {self.rank} ran out of {where} in phase {phase.value}: {str(error).splitlines()[0]}",
+            f"rank {self.rank} ran out of {where} memory in phase {phase.value}: {first_line}",
             f"  in use: {usage['total'] - usage['free']:.2f} of {usage['total']:.2f} GiB, of which this process "
-            f"{usage['reserved']:.2f} ({usage['allocated']:.2f} in tensors)",
+            f"{usage['reserved']:.2f}{tensors}",
             "  held by: " + ", ".join(f"{kind} {size / GIB:.2f} GiB" for kind, size in held.items()),
         ]
-        if self.device.type == "cuda":
+        if on_gpu:
             hidden = usage["allocated"] - sum(held.values()) / GIB
             lines[-1] += f", kept for the backward pass {max(0.0, hidden):.2f} GiB"
         if usage["fragmentation"] > FRAGMENTED:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from rlhf_mp.config.schema import OffloadConfig, TrainedConfig
+from rlhf_mp.config.schema import DeepSpeedConfig, OffloadConfig, TrainedConfig
 
 
 def train_config(trained: TrainedConfig, *, dtype: str, on_cpu: bool) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def score_config(trained: TrainedConfig, fsdp: OffloadConfig, *, dtype: str) -> 
     section = zero_section(trained, fsdp) | {"stage": 3}
     section.pop("offload_optimizer", None)
     if fsdp.param_offload:
-        section["offload_param"] = {"device": "cpu", "pin_memory": True}
+        section["offload_param"] = offload_section(trained.deepspeed)
     return {**_common(dtype), "zero_optimization": section}
 
 
@@ -44,10 +44,16 @@ def zero_section(trained: TrainedConfig, fsdp: OffloadConfig) -> dict[str, Any]:
             "stage3_param_persistence_threshold": own.param_persistence_threshold,
         }
     if own.zero_stage == 3 and fsdp.param_offload:
-        section["offload_param"] = {"device": "cpu", "pin_memory": True}
+        section["offload_param"] = offload_section(own)
     if fsdp.optimizer_offload:
-        section["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+        section["offload_optimizer"] = offload_section(own)
     return section
+
+
+def offload_section(own: DeepSpeedConfig) -> dict[str, Any]:
+    """Where an offload keeps what it moves: pinned host memory, or a disk that is read and written through it."""
+    place = {"device": own.offload_device, "pin_memory": True}
+    return place | ({"nvme_path": own.nvme_path} if own.offload_device == "nvme" else {})
 
 
 def _common(dtype: str) -> dict[str, Any]:

@@ -143,3 +143,25 @@ def test_a_last_pipeline_stage_has_the_logits_and_the_first_has_not():
     )
     assert first.logits.value == 0 < last.logits.value
     assert first.stored.value > last.stored.value
+
+
+def test_recomputing_every_second_layer_keeps_half_of_what_the_others_keep():
+    shape = find_model("llama-3.1-8b")
+
+    def stored(**how) -> float:
+        return training_activations(shape, TorchLayout(), Batch(4096, 2048, **how), EAGER, 2).stored.value
+
+    none, every, second = stored(recompute="none"), stored(), stored(recompute_every=2)
+    assert second == pytest.approx((none + every) / 2)
+
+
+@pytest.mark.parametrize(("layers", "on_gpu"), [(0, 2), (1, 2), (4, 8), (99, 32)])
+def test_two_groups_of_layers_are_on_the_gpu_while_the_others_are_away(layers, on_gpu):
+    shape = replace(find_model("llama-3.1-8b"), hidden=4096)
+    batch = Batch(4096, 2048, recompute="none")
+    home = training_activations(shape, TorchLayout(), batch, EAGER, 2).stored.value
+    final = 4096 * 8 * 4096  # of the last norm: 4 + 2 x 2 bytes an element
+    away = training_activations(
+        shape, TorchLayout(), replace(batch, activation_offload=True, offload_layers=layers), EAGER, 2
+    )
+    assert away.stored.value - final == pytest.approx((home - final) * on_gpu / 32)

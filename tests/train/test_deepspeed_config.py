@@ -44,6 +44,15 @@ def test_each_part_is_offloaded_when_its_own_switch_says_so(param, optimizer):
     assert section.get("offload_optimizer") == (IN_HOST_MEMORY if optimizer else None)
 
 
+def test_on_a_disk_both_offloads_are_told_where():
+    config = actor(3, fsdp_config=OffloadConfig(param_offload=True, optimizer_offload=True))
+    config.deepspeed.offload_device, config.deepspeed.nvme_path = "nvme", "/local"
+    on_disk = {"device": "nvme", "pin_memory": True, "nvme_path": "/local"}
+    assert zero(config)["offload_param"] == zero(config)["offload_optimizer"] == on_disk
+    scored = score_config(config, OffloadConfig(param_offload=True), dtype="bfloat16")
+    assert scored["zero_optimization"]["offload_param"] == on_disk
+
+
 def test_parameters_stay_whole_below_stage_3():
     assert "offload_param" not in zero(actor(2, fsdp_config=OffloadConfig(param_offload=True)))
 

@@ -1,5 +1,7 @@
 """The reference engine: log-probs against a loop over unpadded sequences, steps against their own invariances."""
 
+import gc
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from rlhf_mp.data.types import TokenBatch, Totals, Trajectory
 from rlhf_mp.models.heads import PolicyHead
 from rlhf_mp.models.hf import load_causal_lm
 from rlhf_mp.models.tiny import TinyShape, character_tokenizer, make_checkpoint
+from rlhf_mp.observe.live_tensors import live_bytes
 from rlhf_mp.train.accumulate import ForwardSettings, MetricSums
 from rlhf_mp.train.build import make_actor, make_reference
 from rlhf_mp.train.torch_engine import TorchEngine
@@ -227,6 +230,32 @@ def test_checkpointing_runs_every_layer_again_in_the_backward_pass(path, batch, 
     assert len(calls) == len(model.module.model.layers)
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_a_micro_batch_of_one_chunk_of_logits_trains_bit_identically(path, batch, temperature):
+    """So small runs, the quickstart among them, don't depend on the lever."""
+    found = []
+    for chunk_mb in (0, 512):
+        config = run_config(path, **PLAIN | {"logits_chunk_mb": chunk_mb})
+        config.actor_rollout_ref.rollout.temperature = temperature
+        model = make_actor(config, CPU, num_updates=10)
+        without_entropy = lambda output, *rest: loss_fn(replace(output, entropy=output.entropy.detach()), *rest)  # noqa: E731
+        cut = [[0, 1, 2], [3, 4, 5]]
+        micro_batches = [batch.select(rows) for rows in cut]
+        losses = [model.train_step(micro_batches, totals_of(batch), without_entropy)["loss"] for _ in range(3)]
+        found.append((losses, model.score([batch])[0], weights(model)))
+    (losses, scores, trained), (chunked_losses, chunked_scores, chunked) = found
+    assert losses == chunked_losses and torch.equal(scores, chunked_scores)
+    assert all(torch.equal(chunked[name], weight) for name, weight in trained.items())
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 4 * 32 * 5])
+def test_many_chunks_of_logits_train_alike(path, batch, chunk_bytes):
+    whole, chunked = engine(path), engine(path, logits_chunk_bytes=chunk_bytes)
+    assert step(chunked, batch)["loss"][0] == pytest.approx(step(whole, batch)["loss"][0], abs=1e-6)
+    for name, weight in weights(whole).items():
+        torch.testing.assert_close(weights(chunked)[name], weight, atol=1e-6, rtol=0)
+
+
 @pytest.mark.parametrize("layers", [0, 1, 2])
 def test_activation_offload_says_how_much_it_moved(path, batch, layers):
     saving = {"enable_activation_offload": True, "activation_offload_layers": layers}
@@ -272,3 +301,18 @@ def test_extremes_of_micro_batches_are_kept_and_empty_ones_say_nothing():
         pairs = {"r_max": largest, "r_min": smallest}
         sums.add({name: (torch.tensor(x), torch.tensor(count)) for name, x in pairs.items()})
     assert sums.result() == {"r_max": (-1.0, 1.0), "r_min": (-3.0, 1.0)}
+
+
+def test_nothing_is_left_behind_by_many_steps(path, batch):
+    """With every lever on: what is alive after eight steps was alive after two."""
+    levers = {"enable_gradient_checkpointing": True, "enable_activation_offload": True, "use_remove_padding": True}
+    model = make_actor(run_config(path, **PLAIN | levers), CPU, num_updates=10)
+
+    def alive(num_steps: int) -> dict[str, int]:
+        for _ in range(num_steps):
+            step(model, batch, [[0, 1, 2], [3, 4, 5]])
+            model.score([batch])
+        gc.collect()
+        return live_bytes(CPU)
+
+    assert alive(2) == alive(6)

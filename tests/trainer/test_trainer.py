@@ -213,11 +213,9 @@ def test_padding_by_hand():
     batch = collate(TRAJECTORIES)
     # rows of 3 and 5 tokens: 10 positions, 8 real; a row of 4 alone; an empty micro-batch computes 2 for nothing
     micro_batches = [batch.select(rows) for rows in ([0, 1], [2], [])]
-    metrics = padding(micro_batches, packed=False)
-    assert metrics == {"train/tokens": (12.0, 1), "train/padding_fraction": (4.0, 16)}
-    # packed, only the empty micro-batch is padding
-    metrics = padding(micro_batches, packed=True)
-    assert metrics == {"train/tokens": (12.0, 1), "train/padding_fraction": (2.0, 14)}
+    for packed, wasted in ((False, (4.0, 16)), (True, (2.0, 14))):  # packed, only the empty one is padding
+        metrics = padding(micro_batches, packed=packed)
+        assert metrics == {"train/tokens": (12.0, 1), "train/padding_fraction": wasted}
 
 
 @pytest.mark.parametrize(

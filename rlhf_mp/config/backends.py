@@ -1,9 +1,19 @@
-"""What only one training backend has."""
+"""The sections of single training backends."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 from rlhf_mp.config.knob import knob
+
+
+@dataclass
+class OffloadConfig:
+    """ZeRO settings under the names used for FSDP."""
+
+    param_offload: bool = knob(False, "keep parameters in host memory, fetch a layer at a time (ZeRO-3)")
+    optimizer_offload: bool = knob(False, "keep optimizer state in host memory and step there")
+    reshard_after_forward: bool = knob(True, "true: ZeRO-3; false: ZeRO-2, whole parameters on every rank")
+    forward_prefetch: bool = knob(True, "fetch the next layer's parameters while this one computes")
 
 
 @dataclass
@@ -13,6 +23,8 @@ class DeepSpeedConfig:
     zero_stage: int | None = knob(None, "0-3; unset: 3, or 2 with fsdp_config.reshard_after_forward=false", ge=0, le=3)
     reduce_bucket_size: int = knob(50_000_000, "elements reduced at once", ge=1)
     prefetch_bucket_size: int = knob(50_000_000, "elements fetched ahead (ZeRO-3)", ge=0)
+    offload_device: Literal["cpu", "nvme"] = knob("cpu", "where fsdp_config's offloads keep things")
+    nvme_path: str | None = knob(None, "folder on a fast local disk, with offload_device=nvme")
     param_persistence_threshold: int = knob(100_000, "smaller parameters stay whole on every rank (ZeRO-3)", ge=0)
 
 
