@@ -10,8 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rlhf_mp.algorithms.advantages import grpo_advantages
 from rlhf_mp.algorithms.losses import make_policy_loss
+from rlhf_mp.algorithms.registered import advantage_estimators
+from rlhf_mp.config.algorithm import AlgorithmConfig
 from rlhf_mp.config.schema import ActorConfig, DeepSpeedConfig, MegatronConfig, ModelConfig, OptimConfig
 from rlhf_mp.data.collate import collate
 from rlhf_mp.data.partition import Cut, plan_step
@@ -84,7 +85,7 @@ def train(engine: TrainEngine, actor: ActorConfig, num_steps: int) -> dict[str, 
         )[engine.layout.dp_rank]
         batch = collate([whole[row] for row in plan.rows])
         batch.old_logprobs = scored(engine, batch, plan.score_rows)
-        batch.advantages = grpo_advantages(batch.rewards, batch.group_ids, batch.mask, norm_by_std=True)
+        batch.advantages = advantage_estimators["grpo"](batch, AlgorithmConfig()).advantages
         for minibatch in plan.minibatches:
             parts = [batch.select(rows) for rows in minibatch.micro_batches]
             metrics = engine.train_step(parts, minibatch.totals, loss_fn)

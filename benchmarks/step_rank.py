@@ -143,7 +143,7 @@ def train_ratio(job: Any, trainer: Any, rounds: int) -> dict[str, float]:
     share = trainer.rollouts.fetch(trainer.step)
     batch = collate(share.trajectories)
     trainer.score(batch, share)
-    batch.advantages = trainer.algorithm.advantages(batch.rewards, batch.group_ids, batch.mask)
+    trainer.algorithm.estimate(batch, trainer.sum_over_ranks)
     work = [([batch.select(rows) for rows in m.micro_batches], m.totals) for m in share.minibatches]
     bare_engine = make_bare_engine(job)
 

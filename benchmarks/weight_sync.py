@@ -95,9 +95,10 @@ COLUMNS = {
     "engines": "engines",
     "transport": "transport",
     "seconds": "s",
-    "gather_pack_pause_s": "gather, pack, pause s",
-    "send_s": "send s",
+    "gather_s": "gather s",
+    "wait_s": "wait s",
     "verify_s": "verify s",
+    "other_s": "other s",
     "gb_per_s": "GB/s",
     "of_copy": f"of copy (goal {COPY_GOAL:g})",
     "per_parameter_s": "per parameter s",
@@ -109,8 +110,8 @@ COLUMNS = {
 def table(records: list[dict[str, Any]]) -> Table:
     rows = [[record.get(key) for key in COLUMNS] for record in records]
     note = (
-        "Medians of whole verified swaps. 'of copy': bytes into all engines a second, against a plain copy in the same "
-        "process. 'Per parameter': one HTTP call for each tensor, unverified, one engine after the other."
+        "Medians of whole verified swaps. 'Wait': for engines, what gathering does not hide. 'of copy': bytes into all "
+        "engines a second, against a plain copy in the same process. 'Per parameter': one HTTP call for each tensor, unverified, one engine after the other."
     )
     return Table("Weight swap", list(COLUMNS.values()), rows, note, label="transport", chart="GB/s")
 

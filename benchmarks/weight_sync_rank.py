@@ -121,9 +121,9 @@ def swap(sync: WeightSync, trainer: TrainEngine, version: int, ranks: Ranks) -> 
     seconds = time.perf_counter() - start
     if not metrics:
         return {"seconds": seconds}
-    value = {name: metrics[f"sync/{name}"][0] for name in ("bytes", "send_s", "verify_s")}
-    rest = seconds - value["send_s"] - value["verify_s"]
-    return {"seconds": seconds, **value, "gather_pack_pause_s": rest, "gb_per_s": value["bytes"] / seconds / 1e9}
+    value = {name: metrics[f"sync/{name}"][0] for name in ("bytes", "gather_s", "wait_s", "verify_s")}
+    rest = seconds - sum(value[name] for name in ("gather_s", "wait_s", "verify_s"))
+    return {"seconds": seconds, **value, "other_s": rest, "gb_per_s": value["bytes"] / seconds / 1e9}
 
 
 def copy_rate(num_bytes: int) -> float:

@@ -14,11 +14,12 @@ Exit code 2: the configuration, or a file that it names, has problems; all of th
 
 import argparse
 import os
+import socket
 import sys
 import time
 from pathlib import Path
 
-from rlhf_mp.cluster.launcher import check_meeting_point, rank_environment, read_rank
+from rlhf_mp.cluster.launcher import RankInfo, check_meeting_point, rank_environment, read_rank
 from rlhf_mp.config.files import file_problems
 from rlhf_mp.config.load import read_config
 from rlhf_mp.config.schema import RunConfig
@@ -72,25 +73,24 @@ def check(path: Path, overrides: list[str]) -> str:
 
 def main(argv: list[str]) -> int:
     args = parse_args(argv)
-    rank = 0
+    info = RankInfo(rank=0, local_rank=0, world_size=1, local_world_size=1)
     try:
         info = read_rank(os.environ)
-        rank = info.rank
         if args.check:
             text = check(args.config, args.overrides)
-            if rank == 0:
+            if info.rank == 0:
                 print(text)
             return 0
         config = checked_config(args.config, args.overrides, info.world_size)
         info = rank_environment()
         check_meeting_point(info)
-        if rank == 0 and not config.trainer.skip_plan and (problems := list(plan_problems(config))):
+        if info.rank == 0 and not config.trainer.skip_plan and (problems := list(plan_problems(config))):
             raise ConfigError(problems)
     except ConfigError as error:
-        if rank == 0:
-            print(error, file=sys.stderr)
-        else:
+        if info.rank != 0:
             time.sleep(RANK_0_FIRST_S)
+        if info.rank == 0 or (info.local_rank == 0 and info.several_hosts):  # another machine may lack a file
+            print(f"{socket.gethostname()}: {error}" if info.several_hosts else error, file=sys.stderr)
         return 2
     from rlhf_mp.run import run  # heavy imports start here
 

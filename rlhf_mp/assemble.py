@@ -9,11 +9,12 @@ from pathlib import Path
 
 import torch
 
-from rlhf_mp.algorithms.base import make_algorithm, updates_per_step
+from rlhf_mp.algorithms.base import make_algorithm
 from rlhf_mp.checkpoint import model_identity
 from rlhf_mp.cluster.guard import Guard
 from rlhf_mp.cluster.ranks import Ranks
 from rlhf_mp.cluster.services import Services
+from rlhf_mp.cluster.stop_request import StopRequest
 from rlhf_mp.config.checkpoint_folder import trained_facts
 from rlhf_mp.config.load import config_to_dict
 from rlhf_mp.config.schema import RunConfig
@@ -22,15 +23,17 @@ from rlhf_mp.models.heads import ValueHead
 from rlhf_mp.models.hf import DTYPES, load_tokenizer, save_checkpoint
 from rlhf_mp.observe.console import ConsoleSink
 from rlhf_mp.observe.footprint import Footprint
-from rlhf_mp.observe.memory import peak_memory
+from rlhf_mp.observe.memory_watch import MemoryWatch
 from rlhf_mp.observe.metrics import MetricLog
+from rlhf_mp.observe.profiler import set_logging_level
 from rlhf_mp.observe.reduce import reduce_over_ranks
 from rlhf_mp.observe.rollout_page import Decode
 from rlhf_mp.observe.rollout_sink import RolloutPageSink
 from rlhf_mp.observe.sinks import JsonlSink, Sink, TensorBoardSink, WandbSink
 from rlhf_mp.observe.watchdog import watch
 from rlhf_mp.phase import Phase
-from rlhf_mp.planner.preflight import plan_of
+from rlhf_mp.planner.levers import levers_off
+from rlhf_mp.planner.preflight import plan_of, this_machine
 from rlhf_mp.planner.term import Role
 from rlhf_mp.rollout.sglang_client import EngineControl
 from rlhf_mp.train.base import Scorer, TrainEngine
@@ -57,6 +60,7 @@ class Job:
     services: Services | None  # None for tasks that sample nothing
     device: torch.device
     guard: Guard
+    stop_request: StopRequest
     on_hang: Callable[[str], None]  # says why, and ends this process
 
 
@@ -65,11 +69,12 @@ def make_trainer(job: Job) -> Trainer:
 
     Engines are built while the SGLang servers start.
     """
+    set_logging_level()
     knobs, algorithm, facts = job.config.trainer, make_algorithm(job.config), job.services.facts()
     torch.manual_seed(knobs.seed + job.ranks.rank)
     num_steps = knobs.total_training_steps or knobs.total_epochs * facts.steps_per_epoch
     epochs, warmup = job.config.actor_rollout_ref.actor.ppo_epochs, knobs.critic_warmup
-    updates = updates_per_step(job.config)
+    updates = job.config.updates_per_step
     actor = make_actor(job.config, job.device, (num_steps - warmup) * updates)
     critic = None
     if job.config.critic.enable:
@@ -77,6 +82,14 @@ def make_trainer(job: Job) -> Trainer:
     reference = make_reference(job.config, job.device) if algorithm.needs_reference else None
     models = {Role.actor: actor, Role.critic: critic, Role.reference: reference}
     footprint = make_footprint(job, {role: model for role, model in models.items() if model is not None})
+    memory = make_memory_watch(job)
+
+    def sum_over_ranks(x: torch.Tensor) -> torch.Tensor:
+        return job.ranks.sum(x, counts=actor.layout.is_output_rank)
+
+    own, reward_model = job.config.reward_model, None
+    if own.enable:
+        reward_model = RewardModel(make_reward_scorer(job.config, job.device), own, sum_over_ranks)
     trainer = Trainer(
         schedule=Schedule(num_steps, knobs.test_freq, knobs.save_freq, knobs.val_before_train, warmup),
         actor=actor,
@@ -87,36 +100,32 @@ def make_trainer(job: Job) -> Trainer:
         swap=make_swap(job),
         checkpoints=make_checkpoints(job, {"actor": actor} | ({"critic": critic} if critic else {})),
         log=MetricLog([], reduce_over_ranks),
-        watch=lambda phase: watched(job, phase, footprint),
-        memory=footprint.metrics if footprint else peak_memory,
+        watch=lambda phase: watched(job, phase, memory, footprint),
+        memory=lambda: memory.metrics() | (footprint.metrics() if footprint else {}),
         has_validation=facts.num_validation > 0,
-        reward_model=make_reward_model(job, actor) if job.config.reward_model.enable else None,
+        reward_model=reward_model,
         packed=job.config.actor_rollout_ref.model.use_remove_padding,
-        sum_over_ranks=job.ranks.sum,
+        sum_over_ranks=sum_over_ranks,
         counts=actor.layout.is_output_rank,
+        stop_requested=job.stop_request.made,
         best=Best(knobs.best_metric, knobs.best_mode) if knobs.best_metric else None,
     )
     trainer.resume()
     if job.ranks.rank == 0:
         print(
-            f"{facts.num_prompts} prompts ({facts.num_dropped} dropped and {facts.num_truncated} cut as longer than "
+            f"{facts.num_prompts} prompts ({facts.num_dropped} dropped, {facts.num_truncated} cut: longer than "
             f"data.max_prompt_length), {facts.num_validation} for validation, {num_steps} steps"
         )
         trainer.log.sinks = make_sinks(job, num_steps, trainer.step)
     return trainer
 
 
-def make_reward_model(job: Job, actor: TrainEngine) -> RewardModel:
-    scorer, counts = make_reward_scorer(job.config, job.device), actor.layout.is_output_rank
-    return RewardModel(scorer, job.config.reward_model, job.ranks.sum, counts=counts)
-
-
 @contextmanager
-def watched(job: Job, phase: Phase, footprint: Footprint | None) -> Iterator[None]:
+def watched(job: Job, phase: Phase, memory: MemoryWatch, footprint: Footprint | None) -> Iterator[None]:
     timeout_s = job.config.trainer.phase_timeout_s
     message = f"phase {phase.value} lasted longer than {timeout_s:g} s (trainer.phase_timeout_s)"
     measured = footprint.during(phase) if footprint else nullcontext()
-    with watch(phase, job.ranks.rank, timeout_s, lambda: job.on_hang(message)), measured:
+    with watch(phase, job.ranks.rank, timeout_s, lambda: job.on_hang(message)), memory.during(phase), measured:
         yield
 
 
@@ -128,6 +137,17 @@ def make_footprint(job: Job, models: Mapping[Role, Scorer]) -> Footprint | None:
         return Footprint(models, plan_of(job.config), job.device)
     except ConfigError:
         return None
+
+
+def make_memory_watch(job: Job) -> MemoryWatch:
+    machine = this_machine(job.config)
+
+    def needed(config: RunConfig, phase: Phase) -> float:
+        moment = plan_of(config, machine).peak_of(phase)
+        return (moment.gpu_bytes if machine.gpu else moment.host_bytes) if moment else 0.0
+
+    by_plan = None if job.config.trainer.skip_plan else needed  # skipped where the planner cannot read the model
+    return MemoryWatch(job.device, job.ranks.rank, lambda phase: levers_off(job.config, phase, by_plan))
 
 
 def make_swap(job: Job) -> VerifiedSwap:
@@ -167,7 +187,7 @@ def make_transport(job: Job) -> Transport:
         case "tensor":
             return TensorTransport(workers, job.ranks.gather, on_cpu)
         case "distributed":
-            return DistributedTransport(workers, "127.0.0.1", on_cpu)
+            return DistributedTransport(workers, job.services.hosts[0].address, on_cpu)
         case "disk":
             return DiskTransport(job.guard.run_dir / "weights", job.ranks.rank == 0)
 

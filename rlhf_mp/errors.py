@@ -46,5 +46,13 @@ class SyncError(RuntimeError):
     """New weights did not arrive whole: which tensor, which version, which engine."""
 
 
+class OutOfMemory(RuntimeError):
+    """Memory ran out: in which phase, what held it, and what to turn."""
+
+
+class SampleError(RuntimeError):
+    """What was sampled cannot be trained on: a reward that is no number, or no group whose rewards differ."""
+
+
 class CheckpointError(RuntimeError):
     """A checkpoint is damaged or belongs to something else."""

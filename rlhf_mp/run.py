@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 
 from rlhf_mp.cluster.guard import Guard, start_guard
 from rlhf_mp.cluster.launcher import RankInfo
+from rlhf_mp.cluster.network import join_network
 from rlhf_mp.config.load import config_to_dict, dump_config
 from rlhf_mp.config.schema import RunConfig
-from rlhf_mp.errors import CheckpointError, ConfigError, EngineError, SyncError
+from rlhf_mp.errors import CheckpointError, ConfigError, EngineError, OutOfMemory, SampleError, SyncError
 
 if TYPE_CHECKING:
     from rlhf_mp.assemble import Job
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from rlhf_mp.trainer.trainer import Trainer
 
 EXIT_CONFIG, EXIT_FAILED = 2, 1
-EXPLAINED = (ConfigError, CheckpointError, EngineError, SyncError)
+EXPLAINED = (ConfigError, CheckpointError, EngineError, OutOfMemory, SampleError, SyncError)
 """Errors whose text says it all; any other comes with its traceback."""
 
 
@@ -31,6 +32,12 @@ def train_to_the_end(job: "Job", trainer: "Trainer") -> None:
     from rlhf_mp.assemble import export
 
     trainer.train()
+    if not trainer.finished:
+        trainer.log.close()
+        job.stop_request.fulfil()
+        if job.ranks.rank == 0:
+            print(f"stopped on request after step {trainer.step}; the same command continues")
+        return
     if job.config.trainer.save_hf != "never":
         export(job, trainer.trained, job.guard.run_dir / "huggingface")
     trainer.log.close()
@@ -40,7 +47,7 @@ def train_to_the_end(job: "Job", trainer: "Trainer") -> None:
 
 def run(config: RunConfig, info: RankInfo, work: Callable[["Job", "Trainer"], None] = train_to_the_end) -> int:
     """Do ``work`` with everything started. Returns 0 when all went well; otherwise ends the process, with its code."""
-    guard = start_guard(info.rank, Path(config.trainer.default_local_dir))
+    guard = start_guard(info.rank, Path(config.trainer.default_local_dir), several_hosts=info.several_hosts)
     os.environ["TMPDIR"] = str(guard.tmp)  # what Ray and SGLang leave there goes with the job
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # end at once even inside a collective; the guard cleans up
     try:
@@ -80,8 +87,9 @@ def start_and(work: Callable[["Job", "Trainer"], None], config: RunConfig, info:
     from rlhf_mp.assemble import Job, make_trainer
     from rlhf_mp.assemble_supervised import make_supervised_trainer
     from rlhf_mp.cluster.placement import place
-    from rlhf_mp.cluster.ranks import Ranks
-    from rlhf_mp.cluster.services import Services
+    from rlhf_mp.cluster.ranks import Ranks, check_shared
+    from rlhf_mp.cluster.services import Here, Services
+    from rlhf_mp.cluster.stop_request import StopRequest
     from rlhf_mp.train.build import join_ranks
     from rlhf_mp.train.compiler_locks import build_root, remove_abandoned_locks
 
@@ -94,8 +102,11 @@ def start_and(work: Callable[["Job", "Trainer"], None], config: RunConfig, info:
     if info.local_rank == 0 and config.trainer.nnodes == 1:  # several hosts may share the folder
         for lock in remove_abandoned_locks(build_root()):
             print(f"removed {lock}: a run was killed while it compiled")
+    address = join_network(info)
     join_ranks(config, device)
     ranks = Ranks(info.rank, info.world_size)
+    if info.several_hosts:
+        check_shared(guard.run_dir, ranks)
     samples = config.trainer.task == "rl"
     services = None
     if samples:
@@ -103,8 +114,8 @@ def start_and(work: Callable[["Job", "Trainer"], None], config: RunConfig, info:
             config,
             place(config, on_cpu),
             ranks,
+            Here(info, address, guard.tmp),
             guard.run_dir / "logs",
-            guard.tmp,
             on_end=lambda what, how, log: leave(guard, EXIT_FAILED, what, how, log, witnessed=True),
         )
     job = Job(
@@ -113,6 +124,7 @@ def start_and(work: Callable[["Job", "Trainer"], None], config: RunConfig, info:
         services,
         device=device,
         guard=guard,
+        stop_request=StopRequest(guard.run_dir, info.rank == 0, ranks.broadcast),
         on_hang=lambda message: leave(guard, EXIT_FAILED, f"rank {info.rank}", message, guard.log),
     )
     work(job, make_trainer(job) if samples else make_supervised_trainer(job))

@@ -22,7 +22,7 @@ PYTHON = [*PRODUCT, *sorted((ROOT / "benchmarks").rglob("*.py")), *sorted((ROOT 
 LAYERS = [
     "errors registry phase",
     "config planner checkpoint cluster.guard cluster.watch cluster.first_failure cluster.processes "
-    "cluster.shared_memory cluster.launcher",  # before torch is touched
+    "cluster.shared_memory cluster.launcher cluster.network",  # before torch is touched
     "data algorithms models",
     "observe rewards train rollout weights",
     "cluster",

@@ -32,10 +32,14 @@ def write_output_to(log_file: Path) -> None:
 class EngineHost:
     """Owns one SGLang server: the server ends with this actor, this actor with the job."""
 
-    def __init__(self, plan: ServerPlan, config: RunConfig, log_file: Path):
+    def __init__(self, plan: ServerPlan, config: RunConfig, log_file: Path, address: str):
+        """
+        Args:
+            address: of this host, where the server shall listen.
+        """
         rollout = config.actor_rollout_ref.rollout
         context = config.data.max_prompt_length + config.data.max_response_length
-        self.server = SGLangServer(plan, rollout, context, log_file)
+        self.server = SGLangServer(plan, rollout, context, log_file, host=address)
         self.timeout_s = rollout.startup_timeout_s
 
     async def ready(self) -> Address:

@@ -2,6 +2,9 @@
 
 import os
 import secrets
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,12 @@ LAUNCHER_ENV = (
 NAMESPACE = "rlhf_mp"
 SCHEDULER = "scheduler"
 OBJECT_STORE_BYTES = 2**30  # one step's trajectories: ids and log-probs, about 15 bytes a token
+RAYLET_ENV = {
+    "RAY_worker_niceness": "0",  # Ray's 15 would be inherited by the engines: rollout would starve
+    "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # by default a raylet takes half a minute to end
+}
+NODE_START_S = 120
+STOP_S = 10
 
 
 def new_token() -> str:
@@ -25,11 +34,15 @@ def authenticate(token: str) -> None:
     os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=token, RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0")
 
 
-def start_ray(tmp: Path) -> str:
-    """Start a one-node cluster that ends with this process; return the address other ranks join."""
+def start_ray(tmp: Path, host: str | None) -> str:
+    """Start a cluster that ends with this process; return the address other ranks join.
+
+    Args:
+        host: this host's address for other hosts; None: there are no others.
+    """
     import ray
 
-    os.environ["RAY_worker_niceness"] = "0"  # Ray's 15 would be inherited by the engines: rollout would starve
+    os.environ.update(RAYLET_ENV)
     saved = {name: os.environ.pop(name) for name in LAUNCHER_ENV if name in os.environ}
     try:
         context = ray.init(
@@ -42,24 +55,78 @@ def start_ray(tmp: Path) -> str:
             log_to_driver=False,
             logging_level="ERROR",
             _temp_dir=str(tmp / "ray"),
+            _node_ip_address=host,
         )
     finally:
         os.environ.update(saved)
     return context.address_info["gcs_address"]
 
 
-def join_ray(address: str) -> None:
-    """Every other rank."""
+def start_node(address: str, tmp: Path, host: str, log: Path) -> subprocess.Popen:
+    """Add this host to the cluster at ``address``: one rank of every host but rank 0's. It ends with ``stop_node``, or
+    by the guard, with the job.
+
+    Raises:
+        RuntimeError: Ray did not start.
+    """
+    command = [
+        sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={address}", f"--node-ip-address={host}",
+        "--num-cpus=1", "--num-gpus=0", f"--object-store-memory={OBJECT_STORE_BYTES}", f"--temp-dir={tmp / 'ray'}",
+        "--disable-usage-stats", "--block",
+    ]  # fmt: skip
+    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_ENV} | RAYLET_ENV
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+        )
+    deadline = time.monotonic() + NODE_START_S
+    while not list((tmp / "ray").glob("session_*/sockets/raylet*")):
+        if process.poll() is not None or time.monotonic() > deadline:
+            process.kill()
+            raise RuntimeError(f"Ray on {host} could not join {address}; its output is in {log}")
+        time.sleep(0.1)
+    return process
+
+
+def stop_node(process: subprocess.Popen) -> None:
+    """Take this host out of the cluster."""
+    process.terminate()
+    try:
+        process.wait(STOP_S)
+    except subprocess.TimeoutExpired:  # the guard ends the raylet
+        process.kill()
+
+
+def join_ray(address: str, host: str | None) -> None:
+    """Every rank but rank 0.
+
+    Args:
+        host: as ``start_ray``.
+    """
     import ray
 
-    ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
+    ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR", _node_ip_address=host)
 
 
-def create_actor(kind: type, *args: Any, name: str, max_concurrency: int) -> Any:
-    """Rank 0 only. Named, not detached: actors end with rank 0's job."""
+def node_id() -> str:
+    """Ray's name of this host."""
     import ray
 
-    return ray.remote(num_cpus=0, max_concurrency=max_concurrency)(kind).options(name=name).remote(*args)
+    return ray.get_runtime_context().get_node_id()
+
+
+def create_actor(kind: type, *args: Any, name: str, max_concurrency: int, node: str) -> Any:
+    """Rank 0 only. Named, not detached: actors end with rank 0's job.
+
+    Args:
+        node: ``node_id`` of the host it must run on.
+    """
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    there = NodeAffinitySchedulingStrategy(node, soft=False)
+    options = {"name": name, "scheduling_strategy": there}
+    return ray.remote(num_cpus=0, max_concurrency=max_concurrency)(kind).options(**options).remote(*args)
 
 
 def find_actor(name: str) -> Any:

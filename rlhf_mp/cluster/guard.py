@@ -9,6 +9,8 @@ started with the job's ``RLHF_MP_JOB`` in its environment.
 import hashlib
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -23,6 +25,9 @@ from rlhf_mp.cluster.watch import Watched
 INHERITED = ("RLHF_MP_JOB", "RLHF_MP_TMP", "SPT_NOENV")
 """Whoever builds a child's environment from nothing copies these. Without SPT_NOENV, setproctitle (Ray, SGLang) wipes
 the environment that /proc shows, and the guard could not recognize the process."""
+
+OTHER_LAUNCHERS = {"LOCAL_SIZE", "TORCHELASTIC_RUN_ID"}
+"""Set by deepspeed and torchrun: inside a Slurm step these are the ranks' parents."""
 
 BOOT = "import sys; sys.path.append(sys.argv[1]); from rlhf_mp.cluster.watch import main; main(sys.argv[2])"
 
@@ -57,7 +62,7 @@ class Guard:
         return True
 
 
-def start_guard(rank: int, run_dir: Path) -> Guard:
+def start_guard(rank: int, run_dir: Path, *, several_hosts: bool = False) -> Guard:
     """Start this rank's guard, before any heavy import.
 
     From here on stdout and stderr go to ``<run_dir>/logs/rank_<rank>.log``, rank 0's to the old stdout as well.
@@ -71,6 +76,8 @@ def start_guard(rank: int, run_dir: Path) -> Guard:
     log.parent.mkdir(parents=True, exist_ok=True)
     if rank == 0:  # left by an earlier run
         (run_dir / FIRST_FAILURE).unlink(missing_ok=True)
+    # Ended between the making of its folder and the start of its guard, a rank would leave the folder behind.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
     tmp = make_tmp(job)
     (tmp / "ranks" / f"{rank}.{pid}.{start_time(pid)}").touch()
 
@@ -78,7 +85,8 @@ def start_guard(rank: int, run_dir: Path) -> Guard:
     farewell_read, farewell_write = os.pipe()
     output_read, output_write = os.pipe()
     watched = Watched(
-        number=rank, pid=pid, started=start_time(pid), job=job, tmp=str(tmp), run_dir=str(run_dir), log=str(log),
+        number=rank, host=socket.gethostname() if several_hosts else "", pid=pid, started=start_time(pid),
+        job=job, tmp=str(tmp), run_dir=str(run_dir), log=str(log),
         buffers=f"deepspeed_allreduce_buffer_{os.getuid()}_{os.environ['MASTER_ADDR']}_{os.environ['MASTER_PORT']}_",
         alive_fd=os.pidfd_open(pid), farewell_fd=farewell_read, output_fd=output_read, launcher_fds=launchers,
     )  # fmt: skip
@@ -88,6 +96,7 @@ def start_guard(rank: int, run_dir: Path) -> Guard:
     subprocess.run(command, pass_fds=fds, stdin=subprocess.DEVNULL, start_new_session=True, check=True)
     for fd in fds:
         os.close(fd)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     os.environ.update(RLHF_MP_JOB=job, RLHF_MP_TMP=str(tmp), SPT_NOENV="1")
 
     sys.stdout.flush()
@@ -101,8 +110,11 @@ def start_guard(rank: int, run_dir: Path) -> Guard:
 
 def job_id() -> str:
     """The same for all ranks that one launcher started on this host, another for every launch."""
-    launch = os.getppid() if int(os.environ["WORLD_SIZE"]) > 1 else os.getpid()
-    key = f"{launch} {start_time(launch)} {os.environ['MASTER_PORT']}"
+    if "SLURM_STEP_ID" in os.environ and OTHER_LAUNCHERS.isdisjoint(os.environ):  # srun's tasks have no common parent
+        key = " ".join(os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"))
+    else:
+        launch = os.getppid() if int(os.environ["WORLD_SIZE"]) > 1 else os.getpid()
+        key = f"{launch} {start_time(launch)} {os.environ['MASTER_PORT']}"
     return hashlib.blake2b(key.encode(), digest_size=4).hexdigest()
 
 

@@ -26,6 +26,10 @@ class RankInfo:
     world_size: int
     local_world_size: int
 
+    @property
+    def several_hosts(self) -> bool:
+        return self.local_world_size < self.world_size
+
 
 def read_rank(environ: Mapping[str, str]) -> RankInfo:
     """What the launcher's variables say; without any, a single process.
@@ -101,7 +105,7 @@ def check_meeting_point(info: RankInfo) -> None:
             probe.bind(("", port))
         except OSError:
             reason = "another process listens there, most likely another job"
-            fix = f"deepspeed --master_port {port + 1} ... (or end that job)"
+            fix = f"deepspeed --master_port {port + 1} ..., under srun MASTER_PORT={port + 1} (or end that job)"
             raise ConfigError([Problem("MASTER_PORT", port, reason, fix)]) from None
 
 

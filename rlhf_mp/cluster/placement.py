@@ -15,12 +15,16 @@ class Placement:
 
 
 def place(config: RunConfig, on_cpu: bool) -> Placement:
-    """Engines share the trainers' GPUs: engine e has GPUs e * tp to (e + 1) * tp - 1 of its node."""
+    """Engines share the trainers' GPUs and are spread evenly over the machines; none spans two (checks.py).
+
+    The k-th engine of a machine has its GPUs k * tp to (k + 1) * tp - 1.
+    """
     trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
     width = rollout.tensor_model_parallel_size
+    nodes = [index * trainer.nnodes // rollout.num_engines for index in range(rollout.num_engines)]
     servers = []
-    for index in range(rollout.num_engines):
-        first = index * width % trainer.n_gpus_per_node
+    for index, node in enumerate(nodes):
+        first = (index - nodes.index(node)) * width
         servers.append(
             ServerPlan(
                 index=index,
@@ -28,6 +32,7 @@ def place(config: RunConfig, on_cpu: bool) -> Placement:
                 on_cpu=on_cpu,
                 gpus=() if on_cpu else tuple(range(first, first + width)),
                 seed=trainer.seed + index,
+                node=node,
             )
         )
     return Placement(trainer.nnodes * trainer.n_gpus_per_node, tuple(servers))

@@ -1,10 +1,13 @@
 """The launched ranks among themselves: torch.distributed, or nothing for a single process."""
 
+import socket
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+
+from rlhf_mp.errors import ConfigError, Problem
 
 
 class Ranks:
@@ -33,6 +36,29 @@ class Ranks:
         dist.all_gather_object(values, value)
         return values
 
-    def sum(self, tensor: Tensor) -> Tensor:
-        """All ranks' small tensors added in the order of ranks, so alike on every rank."""
-        return torch.stack(self.gather(tensor)).sum(0)
+    def sum(self, value: torch.Tensor, *, counts: bool) -> torch.Tensor:
+        """Of the ranks that count, added in their order: the same digits on every rank.
+
+        Args:
+            counts: False where another rank has the same data, as a part of the same model.
+        """
+        return torch.stack([x for x in self.gather(value.cpu() if counts else None) if x is not None]).sum(0)
+
+
+def check_shared(run_dir: Path, ranks: Ranks) -> None:
+    """Collective. Checkpoints, logs and reports of failures need one folder that every machine sees.
+
+    Raises:
+        ConfigError: a machine does not see what rank 0 writes there.
+    """
+    proof = run_dir / f".seen_by_all.{ranks.broadcast(socket.gethostname())}"
+    if ranks.rank == 0:
+        proof.touch()
+    ranks.barrier()
+    blind = {host for host in ranks.gather(None if proof.exists() else socket.gethostname()) if host}
+    if ranks.rank == 0:
+        proof.unlink()
+    if blind:
+        reason = f"what rank 0 writes there does not appear on {', '.join(sorted(blind))}"
+        fix = "trainer.default_local_dir=<a folder on a file system that all machines share>"
+        raise ConfigError([Problem("trainer.default_local_dir", str(run_dir), reason, fix)])

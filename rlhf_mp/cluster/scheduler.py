@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rlhf_mp.algorithms.contract import checked_estimator
+from rlhf_mp.cluster.groups import Group, filled, numbered, require_numbers, shaped, step_metrics
 from rlhf_mp.config.schema import RunConfig
 from rlhf_mp.data.order import Order
 from rlhf_mp.data.partition import Cut, Cuts, RankPlan, plan_step
@@ -81,9 +83,12 @@ class RolloutScheduler:
         """
         self.config, self.sampler, self.reward = config, sampler, reward
         self.train, self.order, self.validation, self.stop_token_ids = train, order, validation, stop_token_ids
+        self.needs_baselines = checked_estimator(config)[1].greedy_baseline
         self.version = -1  # nothing published yet
         self._published = asyncio.Condition()
         self._steps: dict[int, asyncio.Task[list[Share]]] = {}
+        self._filling = asyncio.Lock()
+        self._epochs: dict[int, int] = {}  # of the prompts of each step
         self._cursors: dict[int, dict[str, Any]] = {}  # where the data stood after each step
 
     async def publish(self, version: int) -> None:
@@ -111,7 +116,9 @@ class RolloutScheduler:
             for g in range(len(of_file))
         ]
         params = validation_params(self.config, self.stop_token_ids)
-        rest = iter(await self.sampler.groups(prompts, params, seeds))
+        found = await self.sampler.groups(prompts, params, seeds)
+        require_numbers([Group(*pair) for pair in zip(prompts, found, strict=True)], self.sampler.text)
+        rest = iter(found)
         groups = {name: [next(rest) for _ in of_file] for name, of_file in self.validation.items()}
         judged = {name: [[self._judged(t) for t in group] for group in of_file] for name, of_file in groups.items()}
         samples = [
@@ -134,22 +141,62 @@ class RolloutScheduler:
     async def _sample(self, step: int) -> list[Share]:
         async with self._published:
             await self._published.wait_for(lambda: self.version >= step - self.max_staleness)
-        rollout, seed = self.config.actor_rollout_ref.rollout, self.config.trainer.seed
-        epoch, indices = self.order.next()
-        self._cursors[step] = self.order.state_dict()
-        prompts = [self.train[i] for i in indices]
-        timeouts = self.reward.num_timeouts
-
-        def seed_of(group: int, response: int) -> int | None:
-            return response_seed(seed, step, group, response) if rollout.reproducible else None
-
-        seeds = [[seed_of(group, i) for i in range(rollout.n)] for group in range(len(prompts))]
-        groups = await self.sampler.groups(prompts, training_params(self.config, self.stop_token_ids), seeds)
-        metrics = step_metrics(groups, step) | {
-            "rollout/epoch": (epoch, 1),
+        timeouts, filter_groups = self.reward.num_timeouts, self.config.algorithm.filter_groups
+        if filter_groups.enable:
+            async with self._filling:  # a step draws its last prompt before the next one draws its first
+                chosen, metrics = await filled(
+                    lambda number: self._draw(step, number),
+                    self.config.data.train_batch_size,
+                    filter_groups.max_num_gen_batches,
+                )
+        else:
+            chosen, metrics = await self._draw(step, 0), {}
+        groups = numbered(chosen)
+        metrics |= step_metrics(groups, step) | {
+            "rollout/epoch": (self._epochs.pop(step), 1),
             "rollout/reward_timeouts": (self.reward.num_timeouts - timeouts, 1),
         }
-        return self._shares(prompts, [t for group in groups for t in group], metrics)
+        trajectories = [t for group in groups for t in group]
+        buffer, max_length = self.config.reward.overlong_buffer, self.config.data.max_response_length
+        if buffer.enable:  # last: what is solved, and which groups differ, is for the reward itself to say
+            before = sum(t.reward for t in trajectories)
+            trajectories = [shaped(t, max_length, buffer) for t in trajectories]
+            metrics["rollout/overlong_penalty_mean"] = (sum(t.reward for t in trajectories) - before, len(trajectories))
+        return self._shares([group.prompt for group in chosen], trajectories, metrics)
+
+    async def _draw(self, step: int, number: int) -> list[Group]:
+        """Sample the next batch of prompts, the so-manieth of this step."""
+        rollout, seed = self.config.actor_rollout_ref.rollout, self.config.trainer.seed
+        self._epochs[step], indices = self.order.next()
+        self._cursors[step] = self.order.state_dict()
+        prompts = [self.train[i] for i in indices]
+
+        def seed_of(group: int, response: int) -> int | None:
+            place = number * len(prompts) + group
+            return response_seed(seed, step, place, response) if rollout.reproducible else None
+
+        seeds = [[seed_of(group, i) for i in range(rollout.n)] for group in range(len(prompts))]
+        params = training_params(self.config, self.stop_token_ids)
+        groups, baselines = await asyncio.gather(
+            self.sampler.groups(prompts, params, seeds), self._baselines(prompts, params)
+        )
+        drawn = [
+            Group(prompt, [replace(t, baseline=baseline) for t in group])
+            for prompt, group, baseline in zip(prompts, groups, baselines, strict=True)
+        ]
+        require_numbers(drawn, self.sampler.text)
+        return drawn
+
+    async def _baselines(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[float | None]:
+        """Rewards of the greedy responses, where the estimator compares with them."""
+        if not self.needs_baselines:
+            return [None] * len(prompts)
+        greedy = replace(params, temperature=0.0, top_p=1.0, top_k=-1)
+        found = [t for (t,) in await self.sampler.groups(prompts, greedy, [[0]] * len(prompts))]
+        buffer = self.config.reward.overlong_buffer
+        if buffer.enable:
+            found = [shaped(t, self.config.data.max_response_length, buffer) for t in found]
+        return [t.reward for t in found]
 
     def _shares(self, prompts: Sequence[Prompt], trajectories: list[Trajectory], metrics: Sums) -> list[Share]:
         actor = self.config.actor_rollout_ref.actor
@@ -207,21 +254,3 @@ class RolloutScheduler:
             for i, t in enumerate(group)
             if g < num_shown or i == 0
         ]
-
-
-def step_metrics(groups: Sequence[Sequence[Trajectory]], step: int) -> Sums:
-    """What was sampled for a step."""
-    responses = [t for group in groups for t in group]
-    count = len(responses)
-    tokens = sum(len(t.response_ids) for t in responses)
-    return {
-        "rollout/reward_mean": (sum(t.reward for t in responses), count),
-        "rollout/solved_groups_fraction": (sum(all(t.reward >= 1.0 for t in g) for g in groups), len(groups)),
-        "rollout/groups_without_spread_fraction": (sum(len({t.reward for t in g}) == 1 for g in groups), len(groups)),
-        "rollout/response_tokens": (tokens, 1),
-        "rollout/response_length_mean": (tokens, count),
-        "rollout/response_length_max": (max(len(t.response_ids) for t in responses), 1),
-        "rollout/prompt_length_mean": (sum(len(t.prompt_ids) for t in responses), count),
-        "rollout/truncated_fraction": (sum(t.finish_reason == "length" for t in responses), count),
-        "rollout/staleness_mean": (sum(step - t.version for t in responses), count),
-    }

@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhf_mp.cluster.first_failure import claim, claimed_meanwhile, failure_text, wait_until
+from rlhf_mp.cluster.first_failure import FIRST_FAILURE, claim, claimed_meanwhile, failure_text, wait_until
 from rlhf_mp.cluster.processes import TERM_S, belonging_to, end, exit_status, is_alive
 from rlhf_mp.cluster.shared_memory import remove_files, untidy_files
 
@@ -22,6 +22,7 @@ PATIENCE_S = 3.0  # other ranks may end by themselves or by their launcher
 CRASHES = {-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL, -signal.SIGFPE}  # follow from nothing else
 INTERRUPTS = {-signal.SIGINT, -signal.SIGTERM, -signal.SIGHUP}
 LOOK_EVERY_S = 5.0  # for shared memory
+FAILED_ELSEWHERE_S = 5.0  # ranks of other hosts mostly end by themselves or by their launcher
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Watched:
     """What a guard is told about its rank."""
 
     number: int
+    host: str  # its name where the job has several; empty: there is only this one
     pid: int
     started: str
     job: str
@@ -80,6 +82,8 @@ class Watch:
         self.rank, self.run_dir, self.tmp = rank, Path(rank.run_dir), Path(rank.tmp)
         self.mark = f"RLHF_MP_JOB={rank.job}"
         self.next_look = 0.0
+        self.old_failure = failure_file(self.run_dir)  # an earlier run's, which rank 0 has yet to remove
+        self.failed_elsewhere_at = math.inf
         self.log_fd = os.open(rank.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         self.pipes = {os.readlink(f"/proc/self/fd/{fd}") for fd in (rank.farewell_fd, rank.output_fd)}
         for fd in (rank.farewell_fd, rank.output_fd):
@@ -96,19 +100,24 @@ class Watch:
             self.carry_output()
 
     def follow(self) -> Ending:
-        """Carry output until the rank is gone. If a launcher goes first, end the rank."""
-        poll, kill_at = select.poll(), math.inf
+        """Carry output until the rank is gone. If a launcher goes first, or another host reports a failure, end it."""
+        poll, kill_at, launcher_died = select.poll(), math.inf, False
         for fd in (self.rank.alive_fd, self.rank.output_fd, *self.rank.launcher_fds):
             poll.register(fd, select.POLLIN)
         while True:
             self.look_now_and_then()
+            if self.rank.host and failure_file(self.run_dir) not in (None, self.old_failure):
+                self.failed_elsewhere_at = min(self.failed_elsewhere_at, time.monotonic())
             ready = {fd for fd, _ in poll.poll(1000)}
             if self.rank.alive_fd in ready:
                 status = exit_status(self.rank.pid)  # at once: it is lost when the launcher collects it
                 self.carry_output()
-                return Ending(status, self.read_farewell(), orphaned=kill_at < math.inf)
+                return Ending(status, self.read_farewell(), orphaned=launcher_died)
             for fd in ready.intersection(self.rank.launcher_fds):
                 poll.unregister(fd)
+                launcher_died, kill_at = True, time.monotonic() + TERM_S
+                signal.pidfd_send_signal(self.rank.alive_fd, signal.SIGTERM)
+            if kill_at == math.inf and time.monotonic() > self.failed_elsewhere_at + FAILED_ELSEWHERE_S:
                 kill_at = time.monotonic() + TERM_S
                 signal.pidfd_send_signal(self.rank.alive_fd, signal.SIGTERM)
             if time.monotonic() > kill_at:
@@ -152,7 +161,8 @@ class Watch:
         return belonging_to(self.mark, self.pipes) - {os.getpid()}
 
     def report(self, ending: Ending) -> None:
-        what, message = ending.describe(f"rank {self.rank.number} (pid {self.rank.pid})")
+        where = f" on {self.rank.host}" if self.rank.host else ""
+        what, message = ending.describe(f"rank {self.rank.number} (pid {self.rank.pid}{where})")
         if ending.status not in CRASHES and claimed_meanwhile(self.run_dir):
             return
         if claim(self.run_dir, what, self.rank.pid, message):
@@ -184,6 +194,15 @@ class Watch:
             number, pid, started = path.name.split(".")
             ranks.add((int(number), int(pid), started))
         return ranks
+
+
+def failure_file(run_dir: Path) -> tuple[int, int] | None:
+    """Which failure is written down; None: none is."""
+    try:
+        found = (run_dir / FIRST_FAILURE).stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
 
 
 def write(fd: int, data: bytes) -> None:

@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 
 from rlhf_mp.config import megatron_checks
 from rlhf_mp.config.derive import has_critic
+from rlhf_mp.config.memory_checks import memory_problems
 from rlhf_mp.config.schema import DeepSpeedConfig, MegatronConfig, OffloadConfig, RunConfig, TrainedModel
 from rlhf_mp.errors import Problem
 
@@ -52,10 +53,11 @@ def backend_problems(config: RunConfig) -> Iterator[Problem]:
     """Rules of every trained model, once knobs that follow from others are filled in."""
     for trained in config.trained:
         updates = trained.updates
+        yield from memory_problems(trained)
         if updates.strategy == "torch":
             yield from _torch_problems(trained, config.trainer.num_ranks)
         elif updates.strategy == "megatron":
-            yield from megatron_checks.megatron_problems(trained, config.trainer.num_ranks)
+            yield from megatron_checks.megatron_problems(trained, config.trainer)
         else:
             yield from _zero_problems(trained)
         yield from _optimizer_problems(trained)

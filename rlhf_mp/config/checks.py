@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 from importlib.util import find_spec
 
-from rlhf_mp.config import backend_checks, critic_checks, data_checks, task_checks
+from rlhf_mp.config import algorithm_checks, backend_checks, critic_checks, data_checks, task_checks
 from rlhf_mp.config.schema import ActorConfig, RunConfig
 from rlhf_mp.errors import Problem
 
@@ -19,6 +19,7 @@ def written_problems(config: RunConfig, given: AbstractSet[str]) -> Iterator[Pro
         given: the keys written in a file or override.
     """
     yield from _written_actor_problems(config)
+    yield from algorithm_checks.written_problems(config)
     yield from critic_checks.written_problems(config)
     yield from backend_checks.written_problems(config, given)
     yield from data_checks.written_problems(config)
@@ -55,6 +56,7 @@ def cross_problems(config: RunConfig) -> Iterator[Problem]:
     """Rules that need two knobs of a config whose derived knobs are filled in."""
     if config.trainer.task == "rl":
         yield from _batch_problems(config)
+        yield from algorithm_checks.algorithm_problems(config)
         yield from _engine_problems(config)
         yield from task_checks.reward_model_problems(config)
     else:
@@ -84,13 +86,6 @@ def _batch_problems(config: RunConfig) -> Iterator[Problem]:
             f"fewer prompts than the {ranks} ranks that get data of their own; "
             "the responses to one prompt stay on one rank, so some would have nothing to train on",
             f"{ACTOR}.ppo_mini_batch_size={ranks}, or fewer ranks",
-        )
-    if config.algorithm.adv_estimator == "grpo" and policy.rollout.n < 2:
-        yield Problem(
-            f"{ROLLOUT}.n",
-            policy.rollout.n,
-            "GRPO compares the responses to one prompt; a single one has advantage 0",
-            f"{ROLLOUT}.n=8",
         )
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import fields
 
+from rlhf_mp.config.algorithm import ESTIMATORS
 from rlhf_mp.config.derive import derive, has_critic, needs_critic
 from rlhf_mp.config.schema import CriticConfig, ModelConfig, RunConfig
 from rlhf_mp.errors import Problem
@@ -33,7 +34,7 @@ GAE, WARMUP = "algorithm.adv_estimator=gae", "trainer.critic_warmup"
 def critic_problems(config: RunConfig) -> Iterator[Problem]:
     """What a critic needs, once knobs that follow from others are filled in."""
     critic, trainer = config.critic, config.trainer
-    if critic.enable and not needs_critic(config):
+    if critic.enable and not needs_critic(config) and config.algorithm.adv_estimator in ESTIMATORS:
         yield Problem(
             "critic.enable",
             True,

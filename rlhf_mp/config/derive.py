@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+from rlhf_mp.config.algorithm import needs_of
 from rlhf_mp.config.schema import ActorConfig, MegatronConfig, RolloutConfig, RunConfig, TrainedConfig
 
 
@@ -48,7 +49,7 @@ def _derive_trained(trained: TrainedConfig) -> None:
 
 def needs_critic(config: RunConfig) -> bool:
     """Does the advantage estimator ask for values?"""
-    return config.algorithm.adv_estimator == "gae"
+    return needs_of(config.algorithm.adv_estimator).critic
 
 
 def has_critic(config: RunConfig) -> bool:

@@ -9,7 +9,7 @@ from rlhf_mp.config.knob import default_of
 
 INTRODUCTION = """# Configuration
 
-Every knob, made by `python -m rlhf_mp.config.docs > docs/config.md` from `rlhf_mp/config/schema.py`.
+Every knob, made by `python -m rlhf_mp.config.docs > docs/config.md` from `rlhf_mp/config/schema.py` and `algorithm.py`.
 
 A run is configured by one YAML file, which may start from another with `extends: other.yaml` (relative to itself),
 and by `key=value` words on the command line, e.g. `actor_rollout_ref.rollout.n=16`. Later ones win: the extended file,
@@ -46,6 +46,8 @@ def _default(value: Any) -> str:
 
 def allowed(field: Field) -> str:
     """Type, choices and range of a knob in words."""
+    if field.metadata["names"]:
+        return ", ".join(f"`{name}`" for name in field.metadata["names"]) + ", or `package.module:function`"
     if choices(field.type):
         return ", ".join(f"`{choice}`" for choice in choices(field.type))
     limits = (("ge", "at least"), ("gt", "above"), ("le", "at most"))

@@ -30,16 +30,6 @@ FAMILIAR = {
 """Last names of keys in other trainers whose spelling would not lead to ours."""
 
 ABSENT = {
-    "algorithm.gamma": ("a response has one reward, at its end; nothing is discounted", "remove it"),
-    "algorithm.lam": ("it belongs to a critic, and there is none", "remove it"),
-    "algorithm.use_kl_in_reward": (
-        "the divergence from the reference model is a loss term",
-        "actor_rollout_ref.actor.use_kl_loss=true",
-    ),
-    "algorithm.kl_ctrl": (
-        "the divergence from the reference model is a loss term with a fixed weight",
-        "actor_rollout_ref.actor.use_kl_loss=true actor_rollout_ref.actor.kl_loss_coef=0.001",
-    ),
     "critic.ppo_mini_batch_size": ("the critic is stepped with the actor's mini-batches", "remove it"),
     "critic.use_dynamic_bsz": ("micro-batches are cut as the actor's are", "actor_rollout_ref.actor.use_dynamic_bsz"),
     "actor_rollout_ref.rollout.free_cache_engine": ("engines free their KV cache whenever training runs", "remove it"),
@@ -79,10 +69,10 @@ def absent_reason(key: str) -> tuple[str, str] | None:
 def nearest(key: str) -> str | None:
     """The real key most like ``key``: a familiar name, the same name elsewhere in the tree, else similar spelling."""
     name = key.rpartition(".")[2]
-    if name in FAMILIAR:
-        return FAMILIAR[name]
     known_keys = [*SECTIONS, *KNOBS]
     elsewhere = [known for known in known_keys if known.endswith(f".{key}")]
+    if name in FAMILIAR and not ("." in key and elsewhere):
+        return FAMILIAR[name]
     if elsewhere:
         return elsewhere[0]
 

@@ -5,6 +5,7 @@ Imports nothing heavy: a bad config must be told within a second, before torch, 
 """
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import Field, asdict, dataclass
 from difflib import get_close_matches
@@ -14,6 +15,7 @@ from typing import Any, get_origin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from rlhf_mp.config.algorithm import ELSEWHERE
 from rlhf_mp.config.checks import cross_problems, written_problems
 from rlhf_mp.config.derive import derive
 from rlhf_mp.config.keys import (
@@ -31,6 +33,9 @@ from rlhf_mp.config.knob import default_of
 from rlhf_mp.config.schema import RunConfig
 from rlhf_mp.config.yaml_file import read_layers, read_override
 from rlhf_mp.errors import ConfigError, Problem
+
+IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+"""``package.module:function``"""
 
 CHOICE_REASONS = {"actor_rollout_ref.rollout.name": "rlhf_mp samples with SGLang"}
 """Why a choice that people make elsewhere is not one here."""
@@ -184,7 +189,7 @@ def _assign(node: DictConfig, key: str, value: Any) -> Iterator[Problem]:
     except OmegaConfBaseException:
         yield _wrong_type(field, key, value)
         return
-    for problem in range_problems(field, key, OmegaConf.select(node, key)):
+    for problem in (*range_problems(field, key, OmegaConf.select(node, key)), *name_problems(field, key, value)):
         OmegaConf.update(node, key, default_of(field), merge=False)
         yield problem
 
@@ -203,6 +208,15 @@ def _wrong_type(field: Field, key: str, value: Any) -> Problem:
     if default in (None, "", [], {}):
         return Problem(key, value, reason, f"{key}=<{describe(without_none(field.type))}>")
     return Problem(key, value, reason, f"a value such as the default: {typed(key, default)}")
+
+
+def name_problems(field: Field, key: str, value: Any) -> Iterator[Problem]:
+    """A name that is neither registered nor where a function of one's own can be."""
+    names = field.metadata["names"]
+    if not names or value in names or IMPORT_PATH.fullmatch(str(value)):
+        return
+    good = ELSEWHERE.get(value) or [*get_close_matches(str(value), names, n=1), default_of(field)][0]
+    yield Problem(key, value, f"must be one of {', '.join(names)}, or package.module:function", typed(key, good))
 
 
 def range_problems(field: Field, key: str, value: Any) -> Iterator[Problem]:

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from math import gcd
 from typing import Any
 
-from rlhf_mp.config.schema import MegatronConfig, TrainedModel
+from rlhf_mp.config.schema import MegatronConfig, TrainedModel, TrainerConfig
 from rlhf_mp.errors import Problem
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
@@ -30,10 +30,10 @@ def written_problems(trained: TrainedModel) -> Iterator[Problem]:
         )
 
 
-def megatron_problems(trained: TrainedModel, ranks: int) -> Iterator[Problem]:
+def megatron_problems(trained: TrainedModel, trainer: TrainerConfig) -> Iterator[Problem]:
     """What Megatron cannot do, whatever the model."""
     megatron, key = trained.updates.megatron, f"{trained.key}.megatron"
-    yield from _layout_problems(key, megatron, ranks)
+    yield from _layout_problems(key, megatron, trainer)
     if trained.model.enable_activation_offload:
         yield Problem(
             f"{trained.model_key}.enable_activation_offload",
@@ -60,8 +60,8 @@ def megatron_problems(trained: TrainedModel, ranks: int) -> Iterator[Problem]:
         )
 
 
-def _layout_problems(key: str, megatron: MegatronConfig, ranks: int) -> Iterator[Problem]:
-    copies = megatron.model_parallel_size
+def _layout_problems(key: str, megatron: MegatronConfig, trainer: TrainerConfig) -> Iterator[Problem]:
+    copies, ranks = megatron.model_parallel_size, trainer.num_ranks
     if ranks % copies:
         yield Problem(
             key,
@@ -69,6 +69,14 @@ def _layout_problems(key: str, megatron: MegatronConfig, ranks: int) -> Iterator
             f"a copy of the model takes {copies} ranks, and trainer.nnodes * trainer.n_gpus_per_node = {ranks} "
             "is no multiple of it",
             f"trainer.n_gpus_per_node={copies} trainer.nnodes=1, or smaller sizes",
+        )
+    tp, per_node = megatron.tensor_model_parallel_size, trainer.n_gpus_per_node
+    if trainer.nnodes > 1 and per_node % tp:
+        yield Problem(
+            f"{key}.tensor_model_parallel_size",
+            tp,
+            f"does not divide trainer.n_gpus_per_node = {per_node}, so matrices would be shared across machines",
+            f"{key}.tensor_model_parallel_size={gcd(per_node, tp)}, and more pipeline stages",
         )
     if megatron.virtual_pipeline_model_parallel_size is not None and megatron.pipeline_model_parallel_size == 1:
         yield Problem(

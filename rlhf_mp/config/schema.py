@@ -8,8 +8,11 @@ A knob that is unset (``None``) because it follows from others is filled in when
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from rlhf_mp.config.algorithm import POLICY_LOSSES, SELECTING, AlgorithmConfig
+from rlhf_mp.config.backends import DeepSpeedConfig, MegatronConfig
 from rlhf_mp.config.dpo import DpoConfig
 from rlhf_mp.config.knob import knob, section
+from rlhf_mp.config.reward_model import RewardModelConfig
 
 
 @dataclass
@@ -67,7 +70,11 @@ class ModelConfig:
     path: str = knob("", "Hugging Face checkpoint folder")
     dtype: Literal["float32", "bfloat16"] = knob("bfloat16", "of weights and activations; the optimizer keeps float32")
     enable_gradient_checkpointing: bool = knob(True, "recompute activations in the backward pass")
+    checkpoint_every_n_layers: int = knob(1, "recompute every so-many-th layer; 1: all (gradient checkpointing)", ge=1)
     enable_activation_offload: bool = knob(False, "keep saved activations in host memory")
+    activation_offload_layers: int = knob(
+        1, "layers whose activations move together while the next ones compute; 0: each tensor is waited for", ge=0
+    )
     use_remove_padding: bool = knob(
         False, "micro-batches of sequences one after the other, instead of padded to the longest of them"
     )
@@ -88,43 +95,6 @@ class OptimConfig:
     lr_warmup_steps: int = knob(0, "optimizer steps of linear warm-up", ge=0)
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = knob("constant", "after warm-up")
     min_lr_ratio: float = knob(0.0, "where linear and cosine end, as a share of lr", ge=0, le=1)
-
-
-@dataclass
-class DeepSpeedConfig:
-    """What only DeepSpeed has."""
-
-    zero_stage: int | None = knob(None, "0-3; unset: 3, or 2 with fsdp_config.reshard_after_forward=false", ge=0, le=3)
-    reduce_bucket_size: int = knob(50_000_000, "elements reduced at once", ge=1)
-    prefetch_bucket_size: int = knob(50_000_000, "elements fetched ahead (ZeRO-3)", ge=0)
-    param_persistence_threshold: int = knob(100_000, "smaller parameters stay whole on every rank (ZeRO-3)", ge=0)
-
-
-@dataclass
-class MegatronConfig:
-    """What only Megatron has. The ranks that tensor, pipeline and context parallelism leave over are data-parallel."""
-
-    tensor_model_parallel_size: int = knob(1, "ranks that share every matrix", ge=1)
-    pipeline_model_parallel_size: int = knob(1, "ranks that share the layers", ge=1)
-    virtual_pipeline_model_parallel_size: int | None = knob(
-        None, "parts of the layers on each pipeline rank, interleaved for less idle time; unset: one", ge=2
-    )
-    context_parallel_size: int = knob(1, "ranks that share every sequence", ge=1)
-    sequence_parallel: bool | None = knob(
-        None, "share the work between matrices along the sequence too; unset: with tensor parallelism"
-    )
-    use_distributed_optimizer: bool = knob(True, "share optimizer state among data-parallel ranks")
-    recompute: Literal["full", "selective"] = knob(
-        "full", "what enable_gradient_checkpointing recomputes: whole layers, or attention alone"
-    )
-    transformer_impl: Literal["auto", "local", "te"] = knob(
-        "auto", "layers: torch's (local) or Transformer Engine's (te); auto: te on a GPU where it is installed"
-    )
-
-    @property
-    def model_parallel_size(self) -> int:
-        """Ranks that hold one copy of the model."""
-        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
 
 
 @dataclass
@@ -157,10 +127,18 @@ class ActorConfig(TrainedConfig):
     ppo_micro_batch_size_per_gpu: int = knob(8, "sequences per training micro-batch (not use_dynamic_bsz)", ge=1)
     log_prob_max_token_len_per_gpu: int | None = knob(None, "the same for forward-only passes; unset: ppo_...", ge=1)
     log_prob_micro_batch_size_per_gpu: int | None = knob(None, "the same for forward-only passes; unset: ppo_...", ge=1)
-    policy_loss: Literal["ppo_clip"] = knob("ppo_clip", "registered policy loss")
+    policy_loss: str = knob("ppo_clip", "registered policy loss, see docs/algorithms.md", names=POLICY_LOSSES)
     clip_ratio: float = knob(0.2, "PPO clip, as a distance from 1", gt=0)
     clip_ratio_low: float | None = knob(None, "lower clip; unset: clip_ratio", gt=0)
     clip_ratio_high: float | None = knob(None, "upper clip; unset: clip_ratio", gt=0)
+    clip_ratio_c: float | None = knob(None, "dual clip: largest ratio of a negative advantage; unset: none", gt=1)
+    tau_pos: float = knob(1.0, "sapo: how soon the gate closes for positive advantages", gt=0)
+    tau_neg: float = knob(1.05, "sapo: the same for negative advantages", gt=0)
+    kl_cov_ratio: float = knob(0.0002, "kl_cov: share of tokens held back, those of largest covariance", gt=0, le=1)
+    ppo_kl_coef: float = knob(1.0, "kl_cov: how strongly", gt=0)
+    clip_cov_ratio: float = knob(0.0002, "clip_cov: share of tokens left out of the update", gt=0, le=1)
+    clip_cov_lb: float = knob(1.0, "clip_cov: they are drawn from those of at least this covariance")
+    clip_cov_ub: float = knob(5.0, "clip_cov: and at most this one")
     loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = knob(
         "token-mean", "how per-token losses become one number"
     )
@@ -275,11 +253,12 @@ class CriticConfig(TrainedConfig):
 
 
 @dataclass
-class AlgorithmConfig:
-    """What turns rewards into advantages."""
+class OverlongBufferConfig:
+    """Soft punishment of responses that come near data.max_response_length."""
 
-    adv_estimator: Literal["grpo"] = knob("grpo", "registered advantage estimator")
-    norm_adv_by_std_in_grpo: bool = knob(True, "divide by the group's standard deviation; false: Dr. GRPO")
+    enable: bool = knob(False, "take away more of the reward the further a response reaches into the buffer")
+    len: int = knob(512, "tokens before data.max_response_length at which it begins", ge=1)
+    penalty_factor: float = knob(1.0, "taken away at the full length", gt=0)
 
 
 @dataclass
@@ -288,19 +267,7 @@ class RewardConfig:
 
     name: Literal["exact", "math"] = knob("math", "registered reward")
     timeout_s: float = knob(5.0, "one response's verification may take so long, then it counts 0", gt=0)
-
-
-@dataclass
-class RewardModelConfig:
-    """A reward model in the loop of trainer.task=rl, scored on the training ranks."""
-
-    enable: bool = knob(False, "score responses with a reward model")
-    model: ModelConfig = section(ModelConfig)
-    fsdp_config: OffloadConfig = section(OffloadConfig)
-    coef: float = knob(1.0, "weight of its score in the reward")
-    rule_coef: float = knob(0.0, "weight of the rule reward beside it; 0: the rule reward is only logged")
-    normalize: bool = knob(False, "scores minus their running mean, divided by their running standard deviation")
-    clip: float | None = knob(None, "scores beyond this distance from 0 count as it; unset: as they are", gt=0)
+    overlong_buffer: OverlongBufferConfig = section(OverlongBufferConfig)
 
 
 @dataclass
@@ -358,6 +325,26 @@ class RunConfig:
     reward_model: RewardModelConfig = section(RewardModelConfig)
     dpo: DpoConfig = section(DpoConfig)
     trainer: TrainerConfig = section(TrainerConfig)
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps between two weight versions."""
+        actor = self.actor_rollout_ref.actor
+        return self.data.train_batch_size // actor.ppo_mini_batch_size * actor.ppo_epochs
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """Whether the policy scores its samples before the update.
+
+        With one update per step the policy that is trained is the one that sampled: scoring it first would only
+        compute the same log-probs twice.
+        """
+        by_loss = self.actor_rollout_ref.actor.policy_loss in SELECTING
+        return self.updates_per_step > 1 or self.algorithm.use_kl_in_reward or by_loss
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.actor_rollout_ref.actor.use_kl_loss or self.algorithm.use_kl_in_reward
 
     @property
     def trained(self) -> "list[TrainedModel]":

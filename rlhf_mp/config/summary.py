@@ -4,7 +4,7 @@ from pathlib import Path
 
 from rlhf_mp.config.load import config_to_yaml
 from rlhf_mp.config.model_folder import count_parameters
-from rlhf_mp.config.schema import ActorConfig, RunConfig
+from rlhf_mp.config.schema import ActorConfig, DataConfig, RunConfig
 
 
 def describe_run(config: RunConfig) -> str:
@@ -37,7 +37,7 @@ def _who(config: RunConfig) -> dict[str, str]:
         f"{rollout.dtype}",
         "weights": f"swapped by {policy.weight_sync.transport}, every swap verified",
         **model,
-        "reference": "yes, for the KL loss" if actor.use_kl_loss else "none needed",
+        "reference": "yes, for the KL term" if config.needs_reference else "none needed",
         **scored,
     }
 
@@ -86,6 +86,14 @@ def _cut(actor: ActorConfig) -> str:
     return f"micro-batches of at most {actor.ppo_micro_batch_size_per_gpu} sequences"
 
 
+def _entries(data: DataConfig) -> list[str]:
+    """The training files, with their shares of the prompts where they have some."""
+    if not data.train_weights:
+        return data.train_files
+    shares = (weight / sum(data.train_weights) for weight in data.train_weights)
+    return [f"{file} ({share:.0%})" for file, share in zip(data.train_files, shares, strict=True)]
+
+
 def _files(config: RunConfig) -> dict[str, str]:
     trainer, data = config.trainer, config.data
     length = f"{trainer.total_epochs} epoch(s)"
@@ -93,7 +101,7 @@ def _files(config: RunConfig) -> dict[str, str]:
         length = f"{trainer.total_training_steps} steps"
     return {
         "length": length,
-        "data": ", ".join(data.train_files),
+        "data": ", ".join(_entries(data)),
         "validation": ", ".join(data.val_files) or "none",
         "output": trainer.default_local_dir,
     }

@@ -158,18 +158,7 @@ def reward_model_problems(config: RunConfig) -> Iterator[Problem]:
             "a reward model would be held and run for a weight of 0",
             f"{REWARD_MODEL}.coef=1.0, or {REWARD_MODEL}.enable=false",
         )
-    yield from _idle_model_problems(config)
-
-
-def _idle_model_problems(config: RunConfig) -> Iterator[Problem]:
-    """Knobs of trained models that a frozen one has no use for."""
-    own, strategy = config.reward_model, config.actor_rollout_ref.actor.strategy
-    idle = {"fsdp_config.optimizer_offload": "the reward model is frozen and has no optimizer"}
-    if strategy != "deepspeed":
-        idle["fsdp_config.param_offload"] = f"no effect with {ACTOR}.strategy={strategy}"
-    if own.model.enable_activation_offload:
-        idle["model.enable_activation_offload"] = "the reward model is frozen and keeps no activations"
-    for name, reason in idle.items():
-        key = f"{REWARD_MODEL}.{name}"
-        if read(config, key):
-            yield Problem(key, True, reason, f"{key}=false")
+    strategy = config.actor_rollout_ref.actor.strategy
+    if own.fsdp_config.param_offload and strategy != "deepspeed":
+        key = f"{REWARD_MODEL}.fsdp_config.param_offload"
+        yield Problem(key, True, f"no effect with {ACTOR}.strategy={strategy}", f"{key}=false")

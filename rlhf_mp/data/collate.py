@@ -38,17 +38,24 @@ def collate(trajectories: Sequence[Trajectory]) -> TokenBatch:
         group_ids=torch.tensor([t.group_id for t in trajectories], dtype=torch.int64),
         lengths=torch.tensor([t.num_tokens for t in trajectories], dtype=torch.int64),
         rollout_logprobs=response_tensor([t.response_logprobs for t in trajectories]),
+        baselines=baselines(trajectories),
     )
 
 
+def baselines(trajectories: Sequence[Trajectory]) -> torch.Tensor | None:
+    """Rewards of greedy responses, if there are any."""
+    found = [t.baseline for t in trajectories]
+    return None if None in found else torch.tensor(found, dtype=torch.float32)
+
+
 def with_estimates(sample: SampleText, batch: TokenBatch) -> SampleText:
-    """``sample`` with the advantages, and the reference's log-probs where there are any, of its row of ``batch``."""
+    """``sample`` with what training made of its row of ``batch``: advantages, and what reference and critic say."""
     if sample.trace is None or sample.row is None:
         return sample
     end = int(batch.lengths[sample.row])
     found = {
         name: values[sample.row, end - len(sample.trace.ids) : end].tolist()
-        for name in ("advantages", "ref_logprobs")
+        for name in ("advantages", "ref_logprobs", "values")
         if (values := getattr(batch, name)) is not None
     }
     return replace(sample, trace=replace(sample.trace, **found))

@@ -171,8 +171,9 @@ def measured(title: str, lengths: Sequence[int]) -> list[str]:
 
 def too_long(lengths: Sequence[int], data: DataConfig) -> list[str]:
     count = sum(length > data.max_prompt_length for length in lengths)
-    fate = "dropped" if data.filter_overlong_prompts else f"data.truncation={data.truncation}"
-    return [f"{count} of {len(lengths)} longer than data.max_prompt_length={data.max_prompt_length}: {fate}", ""]
+    fate = ": dropped" if data.filter_overlong_prompts else f": data.truncation={data.truncation}"
+    told = f"{count} of {len(lengths)} longer than data.max_prompt_length={data.max_prompt_length}"
+    return [told + (fate if count else ""), ""]
 
 
 if __name__ == "__main__":

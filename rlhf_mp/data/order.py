@@ -39,15 +39,22 @@ def make_order(sizes: Sequence[int], keys: np.ndarray | None, data: DataConfig) 
     Args:
         sizes: prompts of each entry of ``data.train_files``; their indices follow each other.
         keys: what ``data.curriculum_key`` says of each prompt, None without it.
+
+    Raises:
+        ConfigError: too few prompts for a batch, or none of a file that has a share of it.
     """
     if keys is not None and data.curriculum_order == "descending":
         keys = -keys
     if data.train_weights:
+        if empty := [file for file, size in zip(data.train_files, sizes, strict=True) if not size]:
+            reason = f"no prompt is left of {', '.join(empty)}: all are longer than data.max_prompt_length"
+            fix = "a larger data.max_prompt_length, or leave the file out"
+            raise ConfigError([Problem("data.train_weights", data.train_weights, reason, fix)])
         return MixedOrder(sizes, data.train_weights, data.train_batch_size, data.seed, data.shuffle, keys)
     return PromptOrder(sum(sizes), data.train_batch_size, data.seed, data.shuffle, keys)
 
 
-class Passes:
+class Permutations:
     """Passes over some prompts, each in an order of its own.
 
     Args:
@@ -79,7 +86,7 @@ class PromptOrder:
     def __init__(self, num_prompts: int, batch_size: int, seed: int, shuffle: bool, keys: np.ndarray | None = None):
         check_batch_size(num_prompts, batch_size)
         self.batch_size, self.batches_per_epoch = batch_size, num_prompts // batch_size
-        self._passes = Passes(num_prompts, str(seed), shuffle, keys)
+        self._passes = Permutations(num_prompts, str(seed), shuffle, keys)
         self._identity = identity(num_prompts, batch_size, seed, shuffle, keys)
         self.epoch = self.batch = 0  # of the next batch
 
@@ -127,7 +134,7 @@ class MixedOrder:
         self.shares = [weight / sum(exact) for weight in exact]
         self._starts = [sum(sizes[:i]) for i in range(len(sizes))]
         self._passes = [
-            Passes(size, f"{seed}/{i}", shuffle, None if keys is None else keys[start : start + size])
+            Permutations(size, f"{seed}/{i}", shuffle, None if keys is None else keys[start : start + size])
             for i, (start, size) in enumerate(zip(self._starts, sizes, strict=True))
         ]
         self._identity = identity(sum(sizes), batch_size, seed, shuffle, keys)

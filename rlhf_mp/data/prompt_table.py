@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pyarrow as arrow
 
@@ -99,8 +100,8 @@ def made_whole(folder: Path) -> Iterator[Path]:
 
     Another run may make the same table at the same time: the first to end wins, both are equal.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    place = Path(tempfile.mkdtemp(prefix=".writing-", dir=folder.parent))
+    place = folder.with_name(f".writing-{uuid4().hex}")
+    place.mkdir(parents=True)  # not a private folder of tempfile's: others may share the tables
     try:
         yield place
         if find(folder) is None:

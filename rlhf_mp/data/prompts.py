@@ -166,6 +166,9 @@ def row_problems(where: str, row: dict[str, Any], data: DataConfig) -> Iterator[
     if missing:
         return
     prompt, answer = row[data.prompt_key], row[data.answer_key]
+    if not is_unicode(prompt) or not is_unicode(answer):
+        yield Problem(where, "...", "half a character (a lone surrogate) is no text", "write the row again as UTF-8")
+        return
     if not isinstance(answer, str | int | float):
         yield Problem(where, answer, f"{data.answer_key!r} must be a text or a number", "data.answer_key=<column>")
     if data.curriculum_key is not None and not is_number(row[data.curriculum_key]):
@@ -185,6 +188,14 @@ def is_conversation(prompt: Any) -> bool:
         return isinstance(m, dict) and {"role", "content"} <= m.keys() and isinstance(m["content"], str)
 
     return isinstance(prompt, list) and bool(prompt) and all(map(is_message, prompt))
+
+
+def is_unicode(value: Any) -> bool:
+    try:
+        json.dumps(value, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def is_number(value: Any) -> bool:

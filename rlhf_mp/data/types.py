@@ -16,7 +16,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 Sums = dict[str, tuple[float, float]]
-"""Metrics as (sum, count): ranks and micro-batches add them, whoever reports divides once."""
+"""Metrics as (sum, count): ranks and micro-batches add them, whoever reports divides once.
+
+Of a name that ends in _max or _min the largest or smallest is kept, with count 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,7 @@ class Trajectory:
     group_id: int  # equal for all responses to one prompt of one step
     version: int  # weight version that sampled it
     finish_reason: Literal["stop", "length", "abort"]
+    baseline: float | None = None  # reward of the greedy response to the same prompt, where it was sampled
 
     @property
     def num_tokens(self) -> int:
@@ -52,6 +55,9 @@ class TokenBatch:
     advantages: Float[Tensor, "B T"] | None = None
     values: Float[Tensor, "B T"] | None = None  # the critic's, of the state each token is drawn from
     returns: Float[Tensor, "B T"] | None = None  # what those values are trained towards
+    baselines: Float[Tensor, "B"] | None = None  # reward of the greedy response to the same prompt
+    token_rewards: Float[Tensor, "B T"] | None = None  # where in a response its reward is earned
+    selected: Float[Tensor, "B T"] | None = None  # 1 at tokens that the policy loss treats apart
 
     def select(self, rows: list[int]) -> "TokenBatch":
         """Some rows, trimmed to the longest of them. No rows gives one sequence that counts for nothing."""
@@ -64,6 +70,9 @@ class TokenBatch:
         """The first two tokens of the first row with mask 0: a micro-batch that adds nothing to any sum."""
         stub = self._map(lambda x: x[:1, :2] if x.dim() == 2 else x[:1])
         return replace(stub, mask=torch.zeros_like(stub.mask))
+
+    def with_old_logprobs(self, old: Float[Tensor, "B T"]) -> "TokenBatch":
+        return replace(self, old_logprobs=old)
 
     def to(self, device: torch.device | str) -> "TokenBatch":
         return self._map(lambda x: x.to(device))
@@ -107,6 +116,7 @@ class TokenTrace:
     finish_reason: str
     advantages: list[float] | None = None  # None: nothing was trained on it
     ref_logprobs: list[float] | None = None
+    values: list[float] | None = None  # the critic's
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from typing import TextIO
 from tqdm import tqdm
 
 from rlhf_mp.data.types import SampleText
+from rlhf_mp.observe.eval_table import by_file
 from rlhf_mp.observe.sinks import logged
 
 COLUMNS = {  # wide enough that lines of a run stay aligned
@@ -56,15 +57,16 @@ class ConsoleSink:
         if "time/step_s" in metrics:
             self._recent.append(metrics["time/step_s"])
             self._show_step(step, metrics)
-        evals = {name.removeprefix("eval/"): value for name, value in metrics.items() if name.startswith("eval/")}
-        if evals:
-            numbers = "  ".join(f"{name} {value:.3f}" for name, value in evals.items())
-            self._print(f"validation at step {step}  {numbers}")
+        for file, found in by_file(metrics).items():
+            # mean@n is the mean reward once more
+            numbers = "  ".join(f"{name} {value:.3f}" for name, value in found.items() if "mean@" not in name)
+            self._print(f"  {file}  {numbers}" if file else f"validation at step {step}  {numbers}")
 
     def samples(self, step: int, texts: Sequence[SampleText]) -> None:
         for text in logged(texts):
+            of_file = "" if text.source == "training" else f"{text.source}: "
             self._print(
-                f"  {one_line(text.prompt, 64)} | {one_line(text.response, 64)} | "
+                f"  {of_file}{one_line(text.prompt, 64)} | {one_line(text.response, 64)} | "
                 f"reward {text.reward:g} | truth {one_line(text.truth, 16)}"
             )
 

@@ -18,6 +18,7 @@ from rlhf_mp.observe.live_bytes import LiveBytes
 from rlhf_mp.observe.memory import GIB, peak_memory
 from rlhf_mp.observe.plan_check import EXPECTED, MEASURED, PLANNED
 from rlhf_mp.phase import Phase
+from rlhf_mp.planner.job import MegatronLayout
 from rlhf_mp.planner.plan import RANK_PROCESS, Plan, make_plan
 from rlhf_mp.planner.term import Component, Role, Term
 from rlhf_mp.train.base import Scorer, TrainEngine
@@ -107,8 +108,12 @@ class Footprint:
         return rows
 
     def _plan_of_largest(self, batch: TokenBatch) -> Plan:
-        job = self.plan.job
-        shape = replace(job.batch, tokens=batch.tokens.numel(), sequence=batch.tokens.shape[1])
+        job, width = self.plan.job, batch.tokens.shape[1]
+        score_tokens = job.batch.score_tokens
+        if score_tokens is not None and job.workload is not None:  # no mini-batch cuts a forward-only pass
+            copies = job.layout.dp if isinstance(job.layout, MegatronLayout) else job.layout.num_ranks
+            score_tokens = min(score_tokens, job.workload.num_sequences // copies * width)
+        shape = replace(job.batch, tokens=batch.tokens.numel(), score_tokens=score_tokens, sequence=width)
         return make_plan(replace(job, batch=shape))
 
 

@@ -4,13 +4,16 @@ It holds no script and loads nothing, so it can be mailed and opened anywhere; w
 Which number colours the tokens is chosen by radio buttons, in CSS.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from html import escape
 from itertools import groupby
-from math import exp
+from math import exp, isfinite
 
 from rlhf_mp.data.types import SampleText, TokenTrace
+from rlhf_mp.observe.eval_table import by_file
 
 UNREADABLE = "\N{REPLACEMENT CHARACTER}"
 OPEN_RESPONSES = 4
@@ -68,6 +71,29 @@ class Page:
     step: int
     metrics: Mapping[str, float]  # of the validation
     samples: Sequence[SampleText]  # responses to one prompt follow each other
+    num_left_out: int = 0
+
+
+def fitting(samples: Sequence[SampleText], max_tokens: int) -> list[SampleText]:
+    """As many as have room, and at least one: first responses to all prompts before second ones."""
+    number, counts = [], Counter()
+    for sample in samples:
+        prompt = (sample.source, sample.prompt, sample.truth)
+        number.append(counts[prompt])
+        counts[prompt] += 1
+    taken, used = [], 0
+    for i in sorted(range(len(samples)), key=number.__getitem__):
+        used += len(samples[i].trace.ids) if samples[i].trace else 0
+        if taken and used > max_tokens:
+            break
+        taken.append(i)
+    return [samples[i] for i in sorted(taken)]
+
+
+def remembering(decode: Decode) -> Decode:
+    """Tokens and pairs of them come again and again."""
+    known = lru_cache(100_000)(lambda ids: decode(list(ids)))
+    return lambda ids: known(tuple(ids))
 
 
 def token_texts(ids: Sequence[int], decode: Decode) -> list[str]:
@@ -88,6 +114,7 @@ def token_texts(ids: Sequence[int], decode: Decode) -> list[str]:
 
 def render_page(page: Page, decode: Decode) -> str:
     """The whole file."""
+    decode = remembering(decode)
     sources = "\n".join(
         source_section(source, [*of_source], decode) for source, of_source in groupby(page.samples, lambda s: s.source)
     )
@@ -109,6 +136,7 @@ def render_page(page: Page, decode: Decode) -> str:
 </header>
 <main>
 {sources}
+{f"<p>{page.num_left_out} more responses had no room on this page.</p>" if page.num_left_out else ""}
 </main>
 </body>
 </html>
@@ -117,14 +145,13 @@ def render_page(page: Page, decode: Decode) -> str:
 
 def metrics_table(metrics: Mapping[str, float]) -> str:
     """``eval/`` metrics, a row for each file."""
-    names = [name.removeprefix("eval/").rpartition("/") for name in metrics]
-    columns = list(dict.fromkeys(metric for _, _, metric in names))
+    table = by_file(metrics)
+    columns = list(dict.fromkeys(metric for row in table.values() for metric in row))
     rows = []
-    for file in dict.fromkeys(file for file, _, _ in names):
-        prefix = f"eval/{file}/" if file else "eval/"
-        cells = "".join(f"<td>{number(metrics.get(prefix + column))}</td>" for column in columns)
+    for file, row in table.items():
+        cells = "".join(f"<td>{row[column]:.3f}</td>" if column in row else "<td></td>" for column in columns)
         rows.append(f"<tr><th>{visible(file or 'all')}</th>{cells}</tr>")
-    heads = "".join(f"<th>{escape(column.replace('_', ' '))}</th>" for column in columns)
+    heads = "".join(f"<th>{visible(column.replace('_', ' '))}</th>" for column in columns)
     return f'<table class="metrics"><tr><th></th>{heads}</tr>{"".join(rows)}</table>' if rows else ""
 
 
@@ -137,7 +164,9 @@ def source_section(source: str, samples: Sequence[SampleText], decode: Decode) -
 
 def prompt_article(group: Sequence[SampleText], decode: Decode) -> str:
     """A prompt with its responses; more than a few are folded."""
-    shown = [response_block(sample, decode) for sample in group]
+    advantages = [a for sample in group if sample.trace for a in sample.trace.advantages or []]
+    largest = max((abs(a) for a in advantages if isfinite(a)), default=0) or 1.0
+    shown = [response_block(sample, decode, largest) for sample in group]
     mean = sum(sample.reward for sample in group) / len(group)
     more = ""
     if len(shown) > OPEN_RESPONSES:
@@ -153,7 +182,7 @@ def prompt_article(group: Sequence[SampleText], decode: Decode) -> str:
     )
 
 
-def response_block(sample: SampleText, decode: Decode) -> str:
+def response_block(sample: SampleText, decode: Decode, largest_advantage: float) -> str:
     trace = sample.trace
     good = "good" if sample.reward >= 1 else "bad" if sample.reward <= 0 else "half"
     facts = [f'<b class="{good}">reward {number(sample.reward)}</b>']
@@ -168,13 +197,12 @@ def response_block(sample: SampleText, decode: Decode) -> str:
     facts.append({"stop": "ended by itself", "length": "cut at the length limit"}.get(trace.finish_reason, "aborted"))
     return (
         f'<div class="response"><p class="facts">{" · ".join(facts)}</p>'
-        f'<pre class="tokens">{"".join(token_spans(trace, decode))}</pre></div>'
+        f'<pre class="tokens">{"".join(token_spans(trace, decode, largest_advantage))}</pre></div>'
     )
 
 
-def token_spans(trace: TokenTrace, decode: Decode) -> Iterator[str]:
-    """One element a token. ``--l``, ``--a``, ``--d``: strength of its colour by each number, from -1 or 0 to 1."""
-    scale = max((abs(a) for a in trace.advantages or [] if a == a), default=0) or 1
+def token_spans(trace: TokenTrace, decode: Decode, largest_advantage: float) -> Iterator[str]:
+    """One element a token. ``--l``, ``--a`` and ``--n``, ``--d``: how strong each number colours it, from 0 to 1."""
     for i, text in enumerate(token_texts(trace.ids, decode)):
         if not trace.loss_mask[i]:
             yield f'<i title="token {trace.ids[i]}: not chosen by the policy">{visible(text)}</i>'
@@ -184,8 +212,10 @@ def token_spans(trace: TokenTrace, decode: Decode) -> Iterator[str]:
         style = [f"--l:{strength(-logprob / FAINT)}"]
         if trace.advantages is not None:
             about.append(f"advantage {number(trace.advantages[i])}")
-            advantage = trace.advantages[i] / scale
+            advantage = trace.advantages[i] / largest_advantage
             style += [f"--a:{strength(advantage)}", f"--n:{strength(-advantage)}"]
+        if trace.values is not None:
+            about.append(f"value before it {number(trace.values[i])}")
         if trace.ref_logprobs is not None:
             about.append(f"log-ratio to the reference {number(logprob - trace.ref_logprobs[i])}")
             style.append(f"--d:{strength(abs(logprob - trace.ref_logprobs[i]) / FAINT)}")

@@ -5,7 +5,9 @@ from functools import cache
 from pathlib import Path
 
 from rlhf_mp.data.types import SampleText
-from rlhf_mp.observe.rollout_page import Decode, Page, render_page
+from rlhf_mp.observe.rollout_page import Decode, Page, fitting, render_page
+
+MAX_TOKENS = 60_000  # on one page: some 5 MB, half a second to write
 
 
 class RolloutPageSink:
@@ -41,7 +43,9 @@ class RolloutPageSink:
             self._write({})
 
     def _write(self, metrics: Mapping[str, float]) -> None:
-        page = Page(self.title, self._step, metrics, [*self._validation, *self._training])
+        samples = [*self._validation, *self._training]
+        shown = fitting(samples, MAX_TOKENS)
+        page = Page(self.title, self._step, metrics, shown, len(samples) - len(shown))
         path = self.directory / f"step_{self._step:06d}.html"
         self.directory.mkdir(parents=True, exist_ok=True)
         path.write_text(render_page(page, self._decoder()), encoding="utf-8")

@@ -88,7 +88,9 @@ class TensorBoardSink:
         self._writer.flush()
 
     def samples(self, step: int, texts: Sequence[SampleText]) -> None:
-        self._writer.add_text("samples", "\n\n---\n\n".join(map(_markdown, logged(texts))), step)
+        for source in dict.fromkeys(text.source for text in logged(texts)):  # a step and its validation have one number
+            of_source = (_markdown(text) for text in logged(texts) if text.source == source)
+            self._writer.add_text(f"samples/{source}", "\n\n---\n\n".join(of_source), step)
         self._writer.flush()
 
     def close(self) -> None:

@@ -120,12 +120,12 @@ def training_activations(
     kept = sum(size for name, size in items.items() if name not in dropped)
     checkpoint = width * shape.hidden / (tp if sequence_parallel else 1)
     if batch.recompute == "full":
-        kept = checkpoint
+        kept = (checkpoint + (batch.recompute_every - 1) * whole) / batch.recompute_every  # of the average layer
     num_layers = layers_in_flight(shape, layout, last_stage=last_stage)
     stored = tokens.times(kept, "bytes a layer").times(num_layers, "layers")
     host = NOTHING
     if batch.activation_offload:
-        on_gpu = min(2.0, num_layers)
+        on_gpu = min(2.0 * max(1, batch.offload_layers), num_layers)
         host = tokens.times(kept, "bytes a layer").times(num_layers - on_gpu, "layers")
         stored = tokens.times(kept, "bytes a layer").times(on_gpu, "layers on the GPU")
     inside = width * (2 * shape.hidden + shape.ffn * (1 if batch.recompute == "full" else 2)) / tp
@@ -160,7 +160,7 @@ def scoring_activations(
     """Of a forward pass alone: one layer's tensors at a time, then the logits."""
     tp, cp = (layout.tp, layout.cp) if isinstance(layout, MegatronLayout) else (1, 1)
     whole = sum(layer_items(shape, kernels, width=width, tp=tp, sequence=batch.sequence).values())
-    tokens = amount(batch.tokens, "tokens").over(cp, "cp")
+    tokens = amount(batch.score_tokens or batch.tokens, "tokens").over(cp, "cp")
     working = tokens.times(whole, "bytes of one layer")
     hidden = tokens.times(2 * width * shape.hidden, "bytes of hidden states")
     columns, each = tokens, FORWARD_LOGIT_BYTES

@@ -11,17 +11,21 @@ from rlhf_mp.planner.model_shape import ModelShape
 
 
 class _Fields:
-    """Reads a config's entries and remembers which are missing, so that all are reported at once."""
+    """Reads a config's entries and remembers which are missing or no counts, so that all are reported at once."""
 
     def __init__(self, config: dict[str, Any], source: str):
         self.config, self.source = config, source
         self.missing: list[str] = []
+        self.no_counts: list[str] = []
 
     def number(self, *names: str, default: int | None = None) -> int:
         """The first of ``names`` that is there. ``default`` is what the architecture itself means by absence."""
         for name in names:
-            if name in self.config and self.config[name] is not None:
-                return int(self.config[name])
+            if name in self.config and (value := self.config[name]) is not None:
+                if isinstance(value, int) and value >= 1:
+                    return value
+                self.no_counts.append(name)
+                return 1  # never used: the entry raises
         if default is None:
             self.missing.append(names[0])
             return 1  # never used: the missing name raises
@@ -139,10 +143,11 @@ def shape_from_config(config: dict[str, Any], source: str) -> ModelShape:
         raise ConfigError([Problem(f"{source}: model_type", kind, "an architecture the planner can't count", fix)])
     fields = _Fields(config, source)
     shape = READERS[kind](fields)
-    if fields.missing:
-        reason = f"a {kind} model is not described without it"
+    reasons = dict.fromkeys(fields.missing, f"a {kind} model is not described without it")
+    reasons |= dict.fromkeys(fields.no_counts, "is no number of at least 1")
+    if reasons:
         fix = "take the config.json that belongs to the weights"
-        raise ConfigError([Problem(f"{source}: {name}", None, reason, fix) for name in fields.missing])
+        raise ConfigError([Problem(f"{source}: {n}", config.get(n), reason, fix) for n, reason in reasons.items()])
     return ModelShape(source, **shape)
 
 

@@ -128,9 +128,12 @@ class Batch:
 
     tokens: int  # per micro-batch, padded
     sequence: int  # the longest
+    score_tokens: int | None = None  # of a forward-only pass, where no mini-batch cuts; None: as many
     logit_tokens: int | None = None  # whose logits exist at once; None: all, and by plain autograd
     recompute: Recompute = "full"
+    recompute_every: int = 1  # with "full": so-many-th layers; the others keep everything
     activation_offload: bool = False
+    offload_layers: int = 1  # that move together
 
 
 @dataclass(frozen=True)

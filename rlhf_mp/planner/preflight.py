@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rlhf_mp.config.schema import MegatronConfig, ModelConfig, RunConfig, TrainedModel
+from rlhf_mp.config.schema import ActorConfig, MegatronConfig, ModelConfig, RunConfig, TrainedModel
 from rlhf_mp.config.task_checks import sequences_per_example
 from rlhf_mp.errors import ConfigError, Problem
 from rlhf_mp.planner import job as planned
@@ -79,7 +79,6 @@ def job_of(config: RunConfig, machine: Machine) -> planned.Job:
     actor, sequence, samples = policy.actor, data.max_length, trainer.task == "rl"
     model, of_actor = policy.model, config.trained[0]
     shape = find_model(model.path)  # by its name, where it is not downloaded yet
-    updates = data.train_batch_size // actor.ppo_mini_batch_size * actor.ppo_epochs
     return planned.Job(
         model=shape,
         layout=_layout(of_actor, trainer.num_ranks),
@@ -87,9 +86,9 @@ def job_of(config: RunConfig, machine: Machine) -> planned.Job:
         gpu=machine.gpu,
         algorithm=planned_algorithm(config),
         precision=_precision(of_actor),
-        reference=actor.use_kl_loss if samples else trainer.task == "dpo",
+        reference=config.needs_reference if samples else trainer.task == "dpo",
         reference_offload=policy.ref.fsdp_config.param_offload,
-        scores_old_policy=samples and updates > 1,
+        scores_old_policy=samples and config.needs_old_logprobs,
         reward_model=find_model(config.reward_model.model.path) if config.reward_model.enable else None,
         reward_offload=config.reward_model.fsdp_config.param_offload,
         engine=_engine(config, sequence, on_gpu=machine.gpu is not None) if samples else None,
@@ -128,15 +127,27 @@ def planned_algorithm(config: RunConfig) -> planned.Algorithm:
 
 def _batch(trained: TrainedModel, config: RunConfig, sequence: int) -> planned.Batch:
     updates = trained.updates
-    tokens = updates.ppo_max_token_len_per_gpu
-    if not config.actor_rollout_ref.actor.use_dynamic_bsz:
-        tokens = updates.ppo_micro_batch_size_per_gpu * sequence
+    forward = "log_prob" if isinstance(updates, ActorConfig) else "forward"
+    step = config.data.train_batch_size
+    cuts = {"ppo": config.actor_rollout_ref.actor.ppo_mini_batch_size, forward: step}
+    if config.trainer.task != "rl":
+        cuts["ppo"] = step
+    fitting = []
+    for kind, prompts in cuts.items():
+        budget = getattr(updates, f"{kind}_max_token_len_per_gpu")
+        if not config.actor_rollout_ref.actor.use_dynamic_bsz:
+            budget = getattr(updates, f"{kind}_micro_batch_size_per_gpu") * sequence
+        # the longest sequences need what fits a micro-batch; fewer of them cannot fill it
+        fitting.append(min(budget, _tokens_of(prompts, config, sequence)))
+    tokens, score_tokens = fitting
     return planned.Batch(
-        # the longest sequences need what fits a micro-batch; a smaller mini-batch cannot fill it
-        tokens=min(tokens, _mini_batch_tokens(config, sequence)),
+        tokens=tokens,
+        score_tokens=score_tokens,
         sequence=sequence,
         recompute=_recompute(trained),
+        recompute_every=trained.model.checkpoint_every_n_layers,
         activation_offload=trained.model.enable_activation_offload,
+        offload_layers=trained.model.activation_offload_layers,
     )
 
 
@@ -148,14 +159,12 @@ def _logit_tokens(trained: TrainedModel, vocab: int) -> int | None:
     return max(1, chunk * slices // (LOGIT_BYTES * vocab)) if chunk else None
 
 
-def _mini_batch_tokens(config: RunConfig, sequence: int) -> int:
-    """Tokens of one rank's share of a mini-batch, at full length; a group is never split."""
-    actor, n, prompts = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n, config.data.train_batch_size
-    if config.trainer.task == "rl":
-        prompts = actor.ppo_mini_batch_size
-    else:
+def _tokens_of(examples: int, config: RunConfig, sequence: int) -> int:
+    """Of one rank's share of so many prompts' responses, or of examples, at full length; a group is never split."""
+    n = config.actor_rollout_ref.rollout.n
+    if config.trainer.task != "rl":
         n = sequences_per_example(config.trainer.task)
-    return -(-prompts // config.data_parallel_size) * n * sequence
+    return -(-examples // config.data_parallel_size) * n * sequence
 
 
 def _precision(trained: TrainedModel) -> planned.Precision:
@@ -298,7 +307,7 @@ def _cheaper(job: planned.Job) -> Iterator[tuple[str, planned.Job]]:
     for own in models:
         batch = getattr(job, own.batch)
         if batch.recompute == "none":
-            job = replace(job, **{own.batch: replace(batch, recompute="full")})
+            job = replace(job, **{own.batch: replace(batch, recompute="full", recompute_every=1)})
             yield f"{own.model_key}.enable_gradient_checkpointing=true", job
     for own in models:
         batch = getattr(job, own.batch)

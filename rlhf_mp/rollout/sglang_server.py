@@ -39,6 +39,7 @@ class ServerPlan:
     on_cpu: bool
     gpus: tuple[int, ...]  # physical ids on its node; empty on CPU
     seed: int
+    node: int = 0  # number of its machine
 
 
 @dataclass(frozen=True)

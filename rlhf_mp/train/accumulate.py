@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from rlhf_mp.data.types import LossFn, Sums, TokenBatch, Totals
 from rlhf_mp.models.heads import Head
+from rlhf_mp.train.activation_offload import ActivationOffload, decoder_layers
 
 
 @dataclass(frozen=True)
@@ -17,17 +18,12 @@ class ForwardSettings:
 
     device: torch.device
     head: Head
-    offload_activations: bool = False
+    offload_layers: int | None = None  # activations go to the host by groups of so many layers, see activation_offload
     autocast: torch.dtype | None = None  # compute type when the module holds float32 weights but trains in less
 
     def around_forward(self) -> AbstractContextManager:
         if self.autocast is not None:
             return torch.autocast(self.device.type, self.autocast)
-        return nullcontext()
-
-    def around_training(self) -> AbstractContextManager:
-        if self.offload_activations:
-            return torch.autograd.graph.save_on_cpu(pin_memory=self.device.type == "cuda")
         return nullcontext()
 
 
@@ -52,13 +48,18 @@ def losses(
     add: Callable[[dict[str, tuple[Tensor, Tensor]]], None],
 ) -> Iterator[Tensor]:
     """The loss of each micro-batch in turn, for the caller to send backward before it asks for the next."""
+    offload = None
+    if settings.offload_layers is not None:
+        offload = ActivationOffload(decoder_layers(module), settings.device, settings.offload_layers)
     for batch in micro_batches:
         batch = batch.to(settings.device)
-        with settings.around_training(), settings.around_forward():
+        with offload.saving() if offload else nullcontext(), settings.around_forward():
             output = settings.head.forward(module, batch)
             loss, metrics = loss_fn(output, batch, totals)
         add(metrics)
         yield loss
+    if offload:
+        add({"activation_offload_gb": (torch.tensor(offload.num_bytes / 1e9), torch.tensor(1.0))})
 
 
 class MetricSums:
@@ -72,7 +73,15 @@ class MetricSums:
             pair = torch.stack(
                 [torch.as_tensor(total).detach().double(), torch.as_tensor(count, device=total.device).double()]
             )
-            self._sums[name] = self._sums[name] + pair if name in self._sums else pair
+            self._sums[name] = joined(name, self._sums[name], pair) if name in self._sums else pair
 
     def result(self) -> Sums:
         return {name: (pair[0].item(), pair[1].item()) for name, pair in self._sums.items()}
+
+
+def joined(name: str, one: Tensor, other: Tensor) -> Tensor:
+    """Two (sum, count) of one metric: added, or of what ends in _max or _min the larger or smaller that has a count."""
+    if name[-4:] not in ("_max", "_min"):
+        return one + other
+    wins = (one[0] > other[0]) == name.endswith("_max")
+    return torch.where((one[1] > 0) & (wins | (other[1] == 0)), one, other)

@@ -9,6 +9,7 @@ from rlhf_mp.config.schema import ModelConfig, OffloadConfig, RunConfig, Trained
 from rlhf_mp.models.heads import Head, PolicyHead, RewardHead, ValueHead
 from rlhf_mp.models.hf import DTYPES
 from rlhf_mp.train.accumulate import ForwardSettings
+from rlhf_mp.train.activation_offload import decoder_layers
 from rlhf_mp.train.base import ParallelLayout, Scorer, TrainEngine
 
 
@@ -17,7 +18,7 @@ def forward_settings(model: ModelConfig, trained: TrainedConfig, head: Head, dev
     return ForwardSettings(
         device=device,
         head=head,
-        offload_activations=model.enable_activation_offload,
+        offload_layers=model.activation_offload_layers if model.enable_activation_offload else None,
         autocast=DTYPES[model.dtype] if mixed else None,
     )
 
@@ -31,10 +32,17 @@ def model_builder(
     def build() -> nn.Module:
         module = head.load(model.path, DTYPES[weights], trust_remote_code=model.trust_remote_code)
         if checkpointing:
-            module.gradient_checkpointing_enable({"use_reentrant": False})
+            checkpoint_layers(module, every=model.checkpoint_every_n_layers)
         return module
 
     return build
+
+
+def checkpoint_layers(module: nn.Module, *, every: int) -> None:
+    """Recompute every so-many-th layer in the backward pass, from the first on; the others keep their activations."""
+    module.gradient_checkpointing_enable({"use_reentrant": False})
+    for index, layer in enumerate(decoder_layers(module)):
+        layer.gradient_checkpointing = index % every == 0
 
 
 def make_engine(
@@ -119,7 +127,9 @@ def make_critic(config: RunConfig, device: torch.device, num_updates: int) -> Tr
 def make_reward_scorer(config: RunConfig, device: torch.device) -> Scorer:
     """The frozen reward model, spread over the ranks as the actor is."""
     own, actor = config.reward_model, config.actor_rollout_ref.actor
-    return make_scorer(own.model, actor, own.fsdp_config, RewardHead(packed=own.model.use_remove_padding), device)
+    model = ModelConfig(own.model.path, own.model.dtype, trust_remote_code=own.model.trust_remote_code)
+    head = RewardHead(packed=own.model.use_remove_padding)
+    return make_scorer(model, actor, OffloadConfig(param_offload=own.fsdp_config.param_offload), head, device)
 
 
 def common_layout(config: RunConfig) -> ParallelLayout | None:

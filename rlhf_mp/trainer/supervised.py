@@ -45,6 +45,7 @@ class SupervisedTrainer:
     memory: Callable[[], Mapping[str, float]] = peak_memory
     packed: bool = False  # engines leave out the padding of micro-batches
     counts: bool = True  # False where another rank holds the same data, as a part of the same model
+    stop_requested: Callable[[], bool] = lambda: False  # collective; asked once a step
     best: Best | None = None  # None: no validation is better than another
     step: int = 0
     _held_out: TokenBatch | None = field(default=None, init=False)
@@ -58,22 +59,29 @@ class SupervisedTrainer:
         """Continue where the newest checkpoint stands, if there is one."""
         self.checkpoints.load_newest(self)
 
-    def data_state(self) -> dict[str, Any]:
-        """Where the data stands once ``step`` steps are done."""
-        return self.batches.state_dict()
+    def state_dict(self) -> dict[str, Any]:
+        """What decides the next step beside the model: the place in the data."""
+        return {"data": self.batches.state_dict()}
 
-    def load_data_state(self, state: dict[str, Any]) -> None:
-        self.batches.load_state_dict(state)
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.batches.load_state_dict(state["data"])
+
+    @property
+    def finished(self) -> bool:
+        return self.step >= self.schedule.num_steps
 
     def train(self) -> None:
-        """Train from where it stands to the last step."""
+        """Train to the last step, or save and return at the end of a step in which a stop was requested."""
         self.log.start()
         if self.step == 0 and self.schedule.val_before_train:
             self.improves(self.evaluate())
-        while self.step < self.schedule.num_steps:
+        while not self.finished:
             self.train_step()
             self.step += 1
             self.log.finish(self.step)
+            if not self.finished and self.stop_requested():
+                self.checkpoints.save(self)
+                return
             metrics = self.evaluate() if self.schedule.due(self.schedule.test_freq, self.step) else {}
             if self.improves(metrics) or self.schedule.due(self.schedule.save_freq, self.step):
                 self.checkpoints.save(self)

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from rlhf_mp.algorithms.base import Algorithm
+from rlhf_mp.algorithms.normalize import SumOverRanks, only_rank
 from rlhf_mp.algorithms.value_loss import value_metrics
 from rlhf_mp.data.collate import collate, with_estimates
 from rlhf_mp.data.types import LossFn, MiniBatch, SampleText, Share, Sums, TokenBatch
@@ -71,9 +72,10 @@ class Trainer:
     memory: Callable[[], Mapping[str, float]] = peak_memory
     critic: TrainEngine | None = None
     reward_model: RewardModel | None = None
-    sum_over_ranks: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor  # collective
+    sum_over_ranks: SumOverRanks = only_rank
     packed: bool = False  # engines leave out the padding of micro-batches
     counts: bool = True  # False where another rank holds the same data, as a part of the same model
+    stop_requested: Callable[[], bool] = lambda: False  # collective; asked once a step
     best: Best | None = None  # None: no validation is better than another
     step: int = 0
     last_grad_norm: float = field(default=0.0, init=False)
@@ -87,27 +89,35 @@ class Trainer:
         """Continue where the newest checkpoint stands, if there is one."""
         self.checkpoints.load_newest(self)
 
-    def data_state(self) -> dict[str, Any]:
-        """Where the data stands once ``step`` steps are done, and what a reward model has seen of it."""
-        state = self.rollouts.state_dict(self.step)
+    def state_dict(self) -> dict[str, Any]:
+        """What decides the next step beside the models: the place in the data, and what has been seen of it."""
+        state = {"data": self.rollouts.state_dict(self.step), "algorithm": self.algorithm.state_dict()}
         return state if self.reward_model is None else state | {"reward_model": self.reward_model.state_dict()}
 
-    def load_data_state(self, state: dict[str, Any]) -> None:
-        self.rollouts.load_state_dict(state)
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.rollouts.load_state_dict(state["data"])
+        self.algorithm.load_state_dict(state["algorithm"])
         if self.reward_model is not None and "reward_model" in state:  # it may have come only now
             self.reward_model.load_state_dict(state["reward_model"])
 
+    @property
+    def finished(self) -> bool:
+        return self.step >= self.schedule.num_steps
+
     def train(self) -> None:
-        """Train from where it stands to the last step."""
+        """Train to the last step, or save and return at the end of a step in which a stop was requested."""
         self.publish()
         self.log.start()
         if self.step == 0 and self.schedule.val_before_train:
             self.improves(self.evaluate())
-        while self.step < self.schedule.num_steps:
+        while not self.finished:
             self.train_step()
             self.step += 1
             self.publish()
             self.log.finish(self.step)
+            if not self.finished and self.stop_requested():
+                self.checkpoints.save(self)
+                return
             metrics = self.evaluate() if self.schedule.due(self.schedule.test_freq, self.step) else {}
             if self.improves(metrics) or self.schedule.due(self.schedule.save_freq, self.step):
                 self.checkpoints.save(self)
@@ -120,7 +130,7 @@ class Trainer:
         batch = collate(share.trajectories)
         with self.phase(Phase.score):
             self.score(batch, share)
-        batch.advantages = self.algorithm.advantages(batch.rewards, batch.group_ids, batch.mask)
+            self.count(self.algorithm.estimate(batch, self.sum_over_ranks))
         self.log.samples(self.step + 1, [with_estimates(sample, batch) for sample in share.samples])
         with self.phase(Phase.train):
             if self.critic is not None:

@@ -36,11 +36,14 @@ def test_ppo_clip_by_hand_with_its_own_bound_on_each_side():
     ratio = torch.tensor([[1.5, 1.5, 0.5, 0.5, 1.1]])
     advantages = torch.tensor([[1.0, -1.0, 1.0, -1.0, 2.0]])
     logprobs = ratio.log().requires_grad_()
-    loss, clipped = ppo_clip(logprobs, torch.zeros(1, 5), advantages, clip_low=0.2, clip_high=0.28)
+    terms = ppo_clip(logprobs, batch_of(torch.ones(1, 5), advantages, old_logprobs=torch.zeros(1, 5)), actor())
+    loss = terms.loss
     loss.sum().backward()
     # A > 0: -min(r, 1.28) A; A < 0: -max(r, 0.8) A
     torch.testing.assert_close(loss, torch.tensor([[-1.28, 1.5, -0.5, 0.8, -2.2]]))
-    assert clipped.tolist() == [[1.0, 0.0, 0.0, 1.0, 0.0]]
+    assert terms.metrics["clip_fraction"].tolist() == [[1.0, 0.0, 0.0, 1.0, 0.0]]
+    assert terms.metrics["clip_fraction_high"].tolist() == [[1.0, 0.0, 0.0, 0.0, 0.0]]
+    assert terms.metrics["clip_fraction_low"].tolist() == [[0.0, 0.0, 0.0, 1.0, 0.0]]
     # d(-r A)/dlogp = -r A where it is not clipped: clipping stops only the direction already taken
     torch.testing.assert_close(logprobs.grad, torch.tensor([[0.0, 1.5, -0.5, 0.0, -2.2]]))
 
@@ -90,7 +93,7 @@ def test_metrics_by_hand():
     )
     output = PolicyOutput(torch.tensor([[-3.0, -1.0 + log4, -1.0, -1.0 - log2]]), torch.zeros(1, 4))
     _, metrics = make_policy_loss(actor())(output, batch, Totals(num_tokens=12, num_sequences=4))
-    assert {count.item() for name, (_, count) in metrics.items() if not name.endswith("loss")} == {3.0}
+    assert {count.item() for name, (_, count) in metrics.items() if not name.endswith(("loss", "max"))} == {3.0}
     assert {metrics[name][1].item() for name in ("loss", "pg_loss")} == {0.25}  # 3 of the mini-batch's 12 tokens
     # policy / old = 4, 1, 1/2 -> r - 1 - log r; only the first is above 1.28 with a positive advantage
     assert metrics["approx_kl"][0].item() == pytest.approx((4 - 1 - log4) + 0 + (0.5 - 1 + log2))
@@ -98,6 +101,11 @@ def test_metrics_by_hand():
     # rollout - old = log 4, -log 2, 0: old / rollout = 1/4, 2, 1
     assert metrics["rollout_logprob_difference"][0].item() == pytest.approx(log4 + log2)
     assert metrics["rollout_kl"][0].item() == pytest.approx((0.25 - 1 + log4) + (2 - 1 - log2))
+    # the trainer's perplexity over the engine's, as a log: the mean of log 4, -log 2, 0
+    assert metrics["rollout_log_perplexity_gap"][0].item() == pytest.approx(log4 - log2)
+    assert metrics["ratio_mean"][0].item() == pytest.approx(4 + 1 + 0.5)
+    assert [x.item() for x in metrics["ratio_max"]] == pytest.approx([4, 1])
+    assert [x.item() for x in metrics["rollout_ratio_max"]] == pytest.approx([2, 1])
     assert "kl_to_reference" not in metrics
     assert not any(x.requires_grad for pair in metrics.values() for x in pair)
 
@@ -202,5 +210,5 @@ def test_an_empty_micro_batch_adds_nothing_to_the_loss_the_gradient_or_any_metri
 
 
 def test_an_unknown_name_is_answered_with_the_known_ones():
-    with pytest.raises(KeyError, match="no policy loss named 'ppo'; known: ppo_clip"):
+    with pytest.raises(KeyError, match="no policy loss named 'ppo'; known: cispo, clip_cov, .*ppo_clip"):
         make_policy_loss(replace(actor(), policy_loss="ppo"))

@@ -43,7 +43,21 @@ def test_no_gpu_belongs_to_two_engines_of_one_machine():
 def test_on_several_machines_gpus_are_counted_from_0_on_each():
     placement = plans(4, 2, num_nodes=2)
     assert [server.gpus for server in placement.servers] == [(0, 1), (2, 3)] * 2
+    assert [server.node for server in placement.servers] == [0, 0, 1, 1]
     assert placement.num_ranks == 8
+
+
+@pytest.mark.parametrize(
+    ("engines", "nodes", "expected"), [(1, 2, [0]), (2, 2, [0, 1]), (3, 2, [0, 0, 1]), (5, 3, [0, 0, 1, 1, 2])]
+)
+def test_engines_are_spread_evenly_over_the_machines(engines, nodes, expected):
+    servers = plans(4, 1, on_cpu=True, num_nodes=nodes, num_engines=engines).servers
+    assert [server.node for server in servers] == expected
+
+
+def test_fewer_engines_than_gpus_start_at_gpu_0_of_every_machine():
+    servers = plans(4, 2, num_nodes=2, num_engines=2).servers
+    assert [(server.node, server.gpus) for server in servers] == [(0, (0, 1)), (1, (0, 1))]
 
 
 def test_on_cpu_engines_have_no_gpu_and_any_number_goes():

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from rlhf_mp.cluster.scheduler import RolloutScheduler, step_metrics
+from rlhf_mp.cluster.groups import step_metrics
+from rlhf_mp.cluster.scheduler import RolloutScheduler
 from rlhf_mp.config.load import config_from_dict
 from rlhf_mp.data.order import PromptOrder
 from rlhf_mp.data.prompts import Prompt
@@ -345,6 +346,7 @@ def test_metrics_of_a_step_by_hand():
     metrics = {name.removeprefix("rollout/"): pair for name, pair in step_metrics(groups, step=3).items()}
     assert metrics == {
         "reward_mean": (3.0, 6),
+        "reward_std": (0.5, 1),
         "solved_groups_fraction": (1, 3),
         "groups_without_spread_fraction": (2, 3),
         "response_tokens": (18, 1),

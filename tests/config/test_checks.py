@@ -25,7 +25,7 @@ RULES = [  # words that break the rule, key of the problem, part of the reason, 
         f"{ACTOR}.ppo_mini_batch_size=16",
         f"{ACTOR}.ppo_mini_batch_size=16",
     ),
-    ([f"{ROLLOUT}.n=1"], f"{ROLLOUT}.n", "GRPO compares", f"{ROLLOUT}.n=8", f"{ROLLOUT}.n=2"),
+    ([f"{ROLLOUT}.n=1"], f"{ROLLOUT}.n", "grpo compares", f"{ROLLOUT}.n=8", f"{ROLLOUT}.n=2"),
     (
         [f"{ACTOR}.ppo_max_token_len_per_gpu=1023", f"{ACTOR}.log_prob_max_token_len_per_gpu=1024"],
         f"{ACTOR}.ppo_max_token_len_per_gpu",

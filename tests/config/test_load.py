@@ -154,8 +154,8 @@ def test_a_misplaced_section_is_told_key_by_key(tmp_path):
 @pytest.mark.parametrize(
     ("text", "key", "reason"),
     [
-        ("algorithm: {gamma: 1.0}", "algorithm.gamma", "discounted"),
-        ("algorithm: {kl_ctrl: {kl_coef: 0.1}}", "algorithm.kl_ctrl", "loss term"),
+        ("critic: {ppo_mini_batch_size: 4}", "critic.ppo_mini_batch_size", "actor's mini-batches"),
+        ("actor_rollout_ref: {rollout: {mode: async}}", "actor_rollout_ref.rollout.mode", "always servers"),
     ],
 )
 def test_a_key_with_nothing_to_act_on_says_why_and_what_to_do(tmp_path, text, key, reason):
@@ -196,7 +196,7 @@ def test_a_wrong_type_says_what_is_wanted_in_words(problems_of, written, reason,
 @pytest.mark.parametrize(
     ("written", "reason", "fix"),
     [
-        ("algorithm.adv_estimator=grpoo", "must be one of grpo", "algorithm.adv_estimator=grpo"),
+        ("algorithm.adv_estimator=grpoo", "must be one of gae, grpo", "algorithm.adv_estimator=grpo"),
         (f"{ACTOR}.policy_loss=ppo_klip", "must be one of ppo_clip", f"{ACTOR}.policy_loss=ppo_clip"),
         (f"{ACTOR}.kl_loss_type=kk3", "must be one of k1, k2, k3", f"{ACTOR}.kl_loss_type=k3"),
         ("reward.name=maths", "must be one of exact, math", "reward.name=math"),

@@ -17,6 +17,13 @@ VPP = f"{MEGATRON}.virtual_pipeline_model_parallel_size"
 RULES = [  # words that break the rule, key of the problem, part of the reason, part of the fix, a word that mends it
     ([ON, f"{TP}=4", f"{PP}=3"], MEGATRON, "takes 12 ranks", "n_gpus_per_node=12", "trainer.n_gpus_per_node=12"),
     ([ON, f"{CP}=3"], MEGATRON, "takes 3 ranks", "smaller sizes", f"{CP}=2"),
+    (
+        [ON, f"{TP}=4", "trainer.nnodes=2", "trainer.n_gpus_per_node=2"],
+        TP,
+        "across machines",
+        f"{TP}=2, and more pipeline stages",
+        f"{TP}=2",
+    ),
     ([ON, f"{VPP}=2"], VPP, "nothing to interleave", f"{VPP}=null", f"{PP}=2"),
     ([ON, f"{MEGATRON}.sequence_parallel=true"], f"{MEGATRON}.sequence_parallel", "no effect", "null", f"{TP}=2"),
     ([ON, f"{PACKED}=true", f"{CP}=2"], PACKED, "cannot share", f"{PACKED}=false", f"{CP}=1"),

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import tensor
 
-from rlhf_mp.data.collate import collate
-from rlhf_mp.data.types import Trajectory
+from rlhf_mp.data.collate import collate, with_estimates
+from rlhf_mp.data.types import SampleText, TokenTrace, Trajectory
 
 SHORT = Trajectory([11, 12], [13], [-0.5], [True], reward=1.0, group_id=4, version=0, finish_reason="stop")
 LONG = Trajectory(
@@ -62,3 +62,21 @@ def test_log_probs_or_a_mask_of_another_length_are_refused(change):
 def test_no_trajectories_are_refused():
     with pytest.raises(ValueError, match="no trajectories"):
         collate([])
+
+
+def test_a_sample_gets_what_training_made_of_its_row():
+    batch = collate([LONG, SHORT])
+    batch.advantages, batch.values = batch.tokens * batch.mask, batch.tokens * 0.5
+    trace = TokenTrace(SHORT.response_ids, SHORT.response_logprobs, SHORT.loss_mask, "stop")
+    sample = SampleText("prompt", "response", 1.0, "truth", trace=trace, row=1)
+    found = with_estimates(sample, batch).trace
+    assert (found.advantages, found.values, found.ref_logprobs) == ([13.0], [6.5], None)
+    found = with_estimates(replace(sample, row=0, trace=replace(trace, ids=LONG.response_ids)), batch).trace
+    assert found.advantages == [22.0, 23.0, 0.0, 25.0]
+    assert with_estimates(replace(sample, row=None), batch).trace == trace
+
+
+def test_rewards_of_greedy_responses_are_there_for_all_or_not_at_all():
+    assert collate([SHORT, LONG]).baselines is None
+    greedy = [replace(SHORT, baseline=0.5), replace(LONG, baseline=0.0)]
+    assert collate(greedy).baselines.tolist() == [0.5, 0.0]

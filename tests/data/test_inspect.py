@@ -57,7 +57,7 @@ def test_with_a_model_text_and_ids_are_what_it_sees(capsys, file, model):
     start = lines.index(f"## {file}:2   {len(ids)} tokens")
     assert lines[start + 2 : start + 4] == ["    | user: how much is 2 + 2?", "    | assistant: "]
     assert lines[2] == f"    | {CHAT_TEMPLATE.splitlines()[0]}"
-    assert "0 of 2 longer than data.max_prompt_length=512: dropped" in lines
+    assert "0 of 2 longer than data.max_prompt_length=512" in lines
     assert f"## {file}:1" not in "\n".join(lines)
 
 

@@ -147,8 +147,15 @@ def test_a_mix_by_hand():
 
 
 def test_weights_choose_the_mix_and_a_curriculum_holds_within_each_file():
-    data = DataConfig(train_batch_size=4, train_weights=[1, 1], shuffle=False)
+    data = DataConfig(train_files=["a", "b"], train_batch_size=4, train_weights=[1, 1], shuffle=False)
     keys = np.array([2.0, 1.0, 0.0, 5.0, 6.0])
     order = make_order([3, 2], keys, data)
     assert isinstance(order, MixedOrder)
     assert order.next()[1] == [2, 3, 1, 4]
+
+
+def test_a_file_without_prompts_cannot_have_a_share():
+    data = DataConfig(train_files=["a.jsonl", "b.jsonl"], train_batch_size=2, train_weights=[1, 1])
+    with pytest.raises(ConfigError, match="no prompt is left of b.jsonl"):
+        make_order([3, 0], None, data)
+    assert make_order([3, 0], None, DataConfig(train_batch_size=2)).batches_per_epoch == 1

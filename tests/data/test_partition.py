@@ -11,6 +11,7 @@ from rlhf_mp.config.schema import ActorConfig
 from rlhf_mp.data.collate import collate
 from rlhf_mp.data.partition import Cut, RankPlan, cut_rows, plan_step
 from rlhf_mp.data.types import MiniBatch, PolicyOutput, Totals, Trajectory
+from rlhf_mp.observe.reduce import added
 
 LONGEST = 30
 
@@ -240,9 +241,7 @@ def loss_gradient_and_metrics(trajectories, plans, configured):
             part, metrics = loss_fn(forward(model, batch), batch, minibatch.totals)
             part.backward()
             loss += part.item()
-            for name, (total, count) in metrics.items():
-                before = sums.get(name, (0.0, 0.0))
-                sums[name] = (before[0] + total.item(), before[1] + count.item())
+            sums = added([sums, {name: (total.item(), count.item()) for name, (total, count) in metrics.items()}])
     return torch.tensor(loss, dtype=torch.float64), [p.grad for p in model.parameters()], sums
 
 

@@ -161,6 +161,8 @@ def test_a_tokenizer_without_a_chat_template_is_an_error_with_a_way_out(tokenize
         ({"prompt": "one"}, "has no column 'answer'\n    fix: data.answer_key=<one of these>"),
         ({"prompt": "one", "answer": None}, "None: 'answer' must be a text or a number"),
         ({"prompt": 7, "answer": "1"}, "7: 'prompt' must be a text or a list of messages"),
+        ({"prompt": "\ud83d", "answer": "1"}, "half a character (a lone surrogate) is no text"),
+        ({"prompt": [{"role": "user", "content": "\ud83d"}], "answer": "1"}, "half a character"),
         ({"prompt": [], "answer": "1"}, "[]: 'prompt' must be a text or a list of messages"),
         ({"prompt": [{"role": "user"}], "answer": "1"}, "'prompt' must be a text or a list of messages"),
     ],

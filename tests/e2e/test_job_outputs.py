@@ -64,6 +64,18 @@ def test_every_version_reaches_the_engines_and_is_what_they_sample_from(job):
         assert record["rollout/staleness_mean"] == 0
 
 
+STATES = {"weights", "gradients", "master weights", "optimizer moments"}
+
+
+def test_what_its_memory_held_is_what_was_planned(job):
+    rows = {row["what"]: row["difference"] for row in job.summary()["memory"]}
+    held = {what: off for what, off in rows.items() if what.split(" ", 1)[1].removesuffix(" on host") in STATES}
+    assert {"actor weights on host", "actor gradients on host", "actor optimizer moments on host"} <= held.keys()
+    assert {what: off for what, off in held.items() if abs(off) > 0.05} == {}
+    assert {"score peak", "train peak", "sync peak"} <= rows.keys()
+    assert "memory of rank 0" in job.output()
+
+
 def test_the_summary_says_what_came_out_and_from_what(job):
     summary = job.summary()
     assert summary["num_steps"] == 2
@@ -90,6 +102,20 @@ def test_tensorboard_shows_what_metrics_jsonl_holds(job):
     for name in ("rollout/reward_mean", "actor/grad_norm", "time/step_s"):
         shown = {event.step: event.value for event in board.Scalars(name)}
         assert shown == pytest.approx({step: record[name] for step, record in job.steps().items()}, rel=1e-6)
+
+
+def test_every_validation_leaves_a_page_of_its_rollouts(job):
+    pages = sorted((job.run_dir / "rollouts").iterdir())
+    assert [page.name for page in pages] == [f"step_{step:06d}.html" for step in range(3)]
+    assert f"rollouts {pages[-1]}" in job.output()
+    first, last = pages[0].read_text(), pages[-1].read_text()
+    assert "log-prob" in first and "advantage -" not in first  # nothing was trained before it
+    assert last.count("<article>") == 8 + 2  # log_val_generations, log_samples
+    assert "mean advantage" in last and "log-ratio to the reference" in last
+
+
+def test_prompts_are_tokenised_once_for_all_starts(job):
+    assert len([*(job.run_dir / "prompts").glob("*/facts.json")]) == 2  # training, validation
 
 
 def test_only_as_many_checkpoints_as_wanted_stay(job):

@@ -60,3 +60,17 @@ def test_rewards_and_losses_of_every_step_are_equal(runs):
     )
     assert straight == resumed
     assert len({record["actor/loss"] for record in runs.straight.steps().values()}) == 8
+
+
+def test_a_changed_data_file_is_named_and_ends_the_resume(runs, start, inputs):
+    (train,) = (Path(word.partition("=")[2]) for word in inputs if word.startswith("data.train_files="))
+    before = train.read_text()
+    train.write_text(before + before.splitlines()[0] + "\n")
+    try:
+        job = start(runs.resumed.run_dir, "trainer.total_training_steps=9", num_ranks=2)
+        assert job.wait() == 1
+    finally:
+        train.write_text(before)
+    assert "data.train_files are not those of the checkpoint" in job.output()
+    assert f"{train} has changed: {len(before)} bytes then" in job.output()
+    job.assert_nothing_left()

@@ -72,6 +72,15 @@ def test_what_fits_and_what_needs(capsys):
     assert json.loads(capsys.readouterr().out).keys() == {"full", "LoRA", "QLoRA"}
 
 
+def test_a_model_whose_config_says_nonsense_is_told_entry_by_entry(tmp_path, capsys):
+    entries = {"hidden_size": "x", "num_hidden_layers": 0, "num_attention_heads": 8, "vocab_size": -3}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"} | entries))
+    assert main(["--model", str(tmp_path)]) == BAD_QUESTION
+    told = capsys.readouterr().err
+    assert all(name in told for name in ("hidden_size = 'x'", "num_hidden_layers = 0", "vocab_size = -3"))
+    assert "intermediate_size = None" in told and "num_attention_heads" not in told
+
+
 def test_clouds_and_prices(capsys):
     assert main(["--what-needs", "llama-2-13b", "--cloud"]) == FITS
     assert "p4d.24xlarge (8 x A100-40G)" in capsys.readouterr().out

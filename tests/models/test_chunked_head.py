@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.simulate import LiveBytes
 from rlhf_mp.models.chunked_head import Scoring, VocabularySlices, head_outputs
 from rlhf_mp.models.logprobs import token_logprobs_and_entropy
+from rlhf_mp.observe.live_bytes import LiveBytes
 
 N, H, V = 23, 6, 11
 ROW = 4 * V  # bytes of one position's logits
@@ -125,7 +125,7 @@ def test_no_tensor_of_positions_by_vocabulary_ever_exists():
     tokens = torch.randint(vocab, (positions,))
 
     def measured(chunk_bytes: int) -> tuple[int, int]:
-        with LiveBytes(head) as live, LargestTensor() as largest:
+        with LiveBytes([head.weight]) as live, LargestTensor() as largest:
             outputs = head_outputs(hidden, head.weight, None, tokens, Scoring(0.9, True, chunk_bytes))
             loss(*outputs).backward()
         head.weight.grad = hidden.grad = None

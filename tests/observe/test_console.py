@@ -72,6 +72,21 @@ def test_a_validation_is_a_line_of_its_own():
     assert lines == ["validation at step 10  accuracy 0.931  reward_mean 1.000"]
 
 
+def test_several_validation_files_have_a_line_each():
+    names = ("response_length_mean", "pass@16", "pass@2", "reward_mean", "accuracy", "mean@16")
+    metrics = {f"eval/{file}{name}": 0.5 for name in names for file in ("math/test/", "")}
+    numbers = "accuracy 0.500  reward_mean 0.500  pass@2 0.500  pass@16 0.500  response_length_mean 0.500"
+    assert lines_of(lambda console: console.write(10, metrics)) == [
+        f"validation at step 10  {numbers}",
+        f"  math/test  {numbers}",
+    ]
+
+
+def test_a_validation_sample_names_its_file():
+    text = SampleText("3 + 4 =", "7", 1.0, "7", source="math/test")
+    assert lines_of(lambda console: console.samples(1, [text])) == ["  math/test: 3 + 4 = | 7 | reward 1 | truth 7"]
+
+
 def test_a_sampled_text_is_one_line_whatever_is_in_it():
     text = SampleText("3 + 4 =\n", "so\n\x1b[2J\\boxed{7} 七", 0.5, "7")
     assert lines_of(lambda console: console.samples(1, [text])) == [

@@ -124,3 +124,9 @@ def reduce_as_rank(rank, store):
 
 def test_two_real_ranks_get_the_same_sums_though_their_names_differ(tmp_path):
     torch.multiprocessing.spawn(reduce_as_rank, args=(tmp_path / "store",), nprocs=2)
+
+
+def test_of_extremes_the_largest_or_smallest_is_kept_and_what_has_no_count_says_nothing():
+    parts = [{"a_max": (2.0, 1), "a_min": (2.0, 1)}, {"a_max": (-9.0, 0), "a_min": (-9.0, 0)}, {"a_max": (1.0, 1.0)}]
+    assert added(parts) == {"a_max": (2.0, 1.0), "a_min": (2.0, 1.0)}
+    assert added([{"a_max": (-3.0, 1)}, {"a_max": (-2.0, 1)}]) == {"a_max": (-2.0, 1.0)}

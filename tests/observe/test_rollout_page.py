@@ -11,7 +11,7 @@ from PIL import Image
 
 from rlhf_mp.data.types import SampleText, TokenTrace
 from rlhf_mp.models.tiny import byte_pair_tokenizer
-from rlhf_mp.observe.rollout_page import Page, render_page, token_texts
+from rlhf_mp.observe.rollout_page import Page, fitting, render_page, token_texts
 from rlhf_mp.observe.rollout_sink import RolloutPageSink
 
 EVIL = '<script>document.title="changed"</script><img src=x onerror=alert(1)>" style="x \x1b[2J\u202e é 🎉 七\n</pre>'
@@ -89,10 +89,13 @@ def test_every_token_has_its_numbers_and_its_colours(tokenizer, decode):
         ids=[5, 6, 7],
         advantages=[1.0, -0.25, 0.0],
         ref_logprobs=[-0.1, -6.0, -1.0],
+        values=[0.25, 0.5, 1.0],
     )
     page = Reader(render_page(Page("run", 1, {}, [SampleText("q", "r", 0.0, "a", trace=trace)]), decode))
     first, second, third = page.all("s")
-    assert first["title"] == ("token 5 | log-prob -0.1 (p 0.905) | advantage 1 | log-ratio to the reference 0")
+    assert first["title"] == (
+        "token 5 | log-prob -0.1 (p 0.905) | advantage 1 | value before it 0.25 | log-ratio to the reference 0"
+    )
     assert first["style"] == "--l:0.03;--a:1;--n:0;--d:0"
     assert second["style"] == "--l:1;--a:0;--n:0.25;--d:0.5"
     assert "log-prob NaN" in third["title"] and third["style"].startswith("--l:1;")  # it shows
@@ -114,11 +117,34 @@ def test_responses_beyond_a_few_are_folded_and_each_prompt_stands_once(tokenizer
     assert sum(attrs.get("class") == "response" for attrs in page.all("div")) == 7
 
 
+def test_the_responses_to_a_prompt_share_one_scale_of_advantages(tokenizer, decode):
+    texts = [
+        SampleText("q", "r", reward, "a", trace=traced(tokenizer, "x", advantages=advantage))
+        for reward, advantage in ((1.0, 1.5), (0.0, -0.375), (0.0, math.inf))
+    ]
+    page = Reader(render_page(Page("run", 1, {}, texts), decode))
+    assert [attrs["style"].split(";", 1)[1] for attrs in page.all("s")] == [
+        "--a:1;--n:0",
+        "--a:0;--n:0.25",
+        "--a:1;--n:0",
+    ]
+
+
+def test_a_page_too_full_leaves_out_last_responses_before_prompts(tokenizer, decode):
+    texts = [SampleText(q, f"{q}{i}", 0.0, "a", trace=traced(tokenizer, "four")) for q in "xyz" for i in range(3)]
+    size = len(texts[0].trace.ids)
+    assert [t.response for t in fitting(texts, 5 * size)] == ["x0", "x1", "y0", "y1", "z0"]
+    assert [t.response for t in fitting(texts, 0)] == ["x0"]
+    assert fitting(texts, 9 * size) == texts
+    page = Reader(render_page(Page("run", 1, {}, texts[:5], num_left_out=4), decode))
+    assert "4 more responses had no room" in page.text["p"]
+
+
 def test_metrics_are_a_table_with_a_row_for_each_file(decode):
     metrics = {"eval/accuracy": 0.5, "eval/gsm8k/test/accuracy": 0.25, "eval/pass@4": 1.0}
     page = Reader(render_page(Page("run", 1, metrics, []), decode))
     assert page.text["th"] == "accuracypass@4" + "all" + "gsm8k/test"
-    assert page.text["td"] == "0.5" + "1" + "0.25"
+    assert page.text["td"] == "0.500" + "1.000" + "0.250"
 
 
 def test_tokens_together_are_the_text(tokenizer, decode):

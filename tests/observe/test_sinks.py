@@ -99,7 +99,7 @@ def test_tensorboard_reads_back_scalars_and_texts(tmp_path):
     sink.close()
 
     assert [(e.step, e.value) for e in events.Scalars("actor/pg_loss")] == [(1, 0.5), (2, 0.25)]
-    (text,) = events.Tensors("samples/text_summary")
+    (text,) = events.Tensors("samples/training/text_summary")
     assert text.step == 2
     markdown = text.tensor_proto.string_val[0].decode()
     assert "**reward 1**" in markdown

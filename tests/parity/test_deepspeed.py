@@ -20,7 +20,7 @@ STAGES = [
         (0, False, False), (1, False, False), (1, False, True), (2, False, False), (2, False, True), (3, False, False),
         (3, False, True), (3, True, True),
     ]
-] + ["stage 3, param_offload True, optimizer_offload True, packed"]  # fmt: skip
+] + ["stage 3, param_offload True, optimizer_offload True, packed, activations on the host"]  # fmt: skip
 TOLERANCE = 1e-5  # largest difference after ten steps in float32; of the gradient's norm, relative
 
 

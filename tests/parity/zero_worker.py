@@ -21,7 +21,7 @@ NUM_STEPS = 10
 ORACLE = ForwardSettings(torch.device("cpu"), PolicyHead(0.7, entropy_grad=True))
 # Five positions' logits at a time (of a vocabulary of 32), where the oracle has all at once.
 SETTINGS = ForwardSettings(torch.device("cpu"), PolicyHead(0.7, entropy_grad=True, logits_chunk_bytes=5 * 4 * 32))
-LAST_CASES = [(3, True, True, False), (3, True, True, True)]  # the last one with use_remove_padding
+LAST_CASES = [(3, True, True, False), (3, True, True, True)]  # the last one packed and with activations on the host
 # Rows each of one or two ranks gets, cut unevenly: rank 1 has a micro-batch less and gets an empty one.
 CUTS = {1: [[[0, 1, 2], [3], [4, 5]]], 2: [[[0, 1], [2], [3]], [[4, 5], [], []]]}
 
@@ -100,12 +100,12 @@ def main(model_path: str, out: str) -> None:
     for stage, param_offload, optimizer_offload, packed in [*((*case, False) for case in cases), *LAST_CASES]:
         settings, make = SETTINGS, build
         if packed:
-            settings = replace(SETTINGS, head=replace(SETTINGS.head, packed=True))
+            settings = replace(SETTINGS, head=replace(SETTINGS.head, packed=True), offload_layers=1)
             make = lambda: settings.head.load(model_path, torch.float32)  # noqa: E731, B023
         engine = DeepSpeedEngine(make, settings, actor(stage, param_offload, optimizer_offload), NUM_STEPS, "float32")
         got = train(engine, CUTS[world][rank], vocab)
         name = f"stage {stage}, param_offload {param_offload}, optimizer_offload {optimizer_offload}"
-        name += ", packed" * packed
+        name += ", packed, activations on the host" * packed
         exported = {n: (p - weights[n]).abs().max().item() for n, p in engine.weights()}
         results[name] = {
             "loss": (summed_over_ranks(got["loss"]) - torch.tensor(expected["loss"])).abs().max().item(),

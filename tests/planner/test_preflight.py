@@ -271,3 +271,12 @@ def test_the_cache_that_is_wanted_grows_with_the_responses_per_prompt(folder):
     # 8 prompts x n responses of 1,024 tokens, 57,344 bytes each
     assert wanted(4) == pytest.approx(8 * 4 * 1024 * 57_344 / GIB, abs=0.01)
     assert wanted(16) == pytest.approx(4 * wanted(4), abs=0.02)
+
+
+def test_a_forward_pass_is_planned_with_its_own_cut(folder):
+    small = {"actor_rollout_ref.actor.ppo_mini_batch_size": 8, "actor_rollout_ref.rollout.n": 2}
+    batch = job_of(run(folder, **small), H100).batch
+    # 16,384 tokens fit a micro-batch; a mini-batch has 2 responses a rank, a step 1,024 x 2 / 8
+    assert (batch.tokens, batch.score_tokens) == (2 * 1024, 16_384)
+    own = small | {"actor_rollout_ref.actor.log_prob_max_token_len_per_gpu": 4096}
+    assert job_of(run(folder, **own), H100).batch.score_tokens == 4096

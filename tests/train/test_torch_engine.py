@@ -13,7 +13,7 @@ from rlhf_mp.data.types import TokenBatch, Totals, Trajectory
 from rlhf_mp.models.heads import PolicyHead
 from rlhf_mp.models.hf import load_causal_lm
 from rlhf_mp.models.tiny import TinyShape, character_tokenizer, make_checkpoint
-from rlhf_mp.train.accumulate import ForwardSettings
+from rlhf_mp.train.accumulate import ForwardSettings, MetricSums
 from rlhf_mp.train.build import make_actor, make_reference
 from rlhf_mp.train.torch_engine import TorchEngine
 
@@ -195,10 +195,12 @@ PLAIN = {"dtype": "float32", "enable_gradient_checkpointing": False, "enable_act
     "saving",
     [
         {"enable_gradient_checkpointing": True},
+        {"enable_gradient_checkpointing": True, "checkpoint_every_n_layers": 2},
         {"enable_activation_offload": True},
+        {"enable_activation_offload": True, "activation_offload_layers": 0},
         {"enable_gradient_checkpointing": True, "enable_activation_offload": True},
     ],
-    ids=["checkpointing", "offload", "both"],
+    ids=["checkpointing", "every second layer", "offload", "offload at once", "both"],
 )
 def test_saving_memory_changes_no_loss_and_no_gradient(path, batch, saving):
     found = []
@@ -225,20 +227,24 @@ def test_checkpointing_runs_every_layer_again_in_the_backward_pass(path, batch, 
     assert len(calls) == len(model.module.model.layers)
 
 
-@pytest.mark.parametrize("enabled", [False, True])
-def test_activation_offload_moves_what_the_backward_pass_needs(path, batch, enabled, monkeypatch):
-    moved = []
-    plain = torch.autograd.graph.save_on_cpu
+@pytest.mark.parametrize("layers", [0, 1, 2])
+def test_activation_offload_says_how_much_it_moved(path, batch, layers):
+    saving = {"enable_activation_offload": True, "activation_offload_layers": layers}
+    model = make_actor(run_config(path, **PLAIN | saving), CPU, num_updates=1)
+    moved, _ = step(model, batch, [[0, 1, 2], [3, 4, 5]])["activation_offload_gb"]
+    assert moved * 1e9 > 2 * 4 * 32 * batch.tokens.numel()  # more than one hidden state, there and back
+    assert "activation_offload_gb" not in step(make_actor(run_config(path, **PLAIN), CPU, num_updates=1), batch)
 
-    class Counting(plain):
-        def __enter__(self):
-            moved.append(self)
-            super().__enter__()
 
-    monkeypatch.setattr(torch.autograd.graph, "save_on_cpu", Counting)
-    model = make_actor(run_config(path, **PLAIN | {"enable_activation_offload": enabled}), CPU, num_updates=1)
-    step(model, batch, [[0, 1, 2], [3, 4, 5]])
-    assert len(moved) == (2 if enabled else 0)
+@pytest.mark.parametrize(("every", "passes"), [(1, [2, 2]), (2, [2, 1]), (3, [2, 1])])
+def test_only_every_so_many_th_layer_is_recomputed(path, batch, every, passes):
+    saving = {"enable_gradient_checkpointing": True, "checkpoint_every_n_layers": every}
+    model = make_actor(run_config(path, **PLAIN | saving), CPU, num_updates=1)
+    calls = [0, 0]
+    for index, layer in enumerate(model.module.model.layers):
+        layer.mlp.register_forward_pre_hook(lambda *_, index=index: calls.__setitem__(index, calls[index] + 1))
+    step(model, batch)
+    assert calls == passes
 
 
 def test_bfloat16_computes_in_bfloat16_and_keeps_float32_weights(path, batch):
@@ -258,3 +264,11 @@ def test_the_reference_stays_where_it_started(path, batch):
     step(actor, batch)
     assert torch.equal(reference.score([batch])[0], before)
     assert (actor.score([batch])[0] - before).abs().max() > 1e-3
+
+
+def test_extremes_of_micro_batches_are_kept_and_empty_ones_say_nothing():
+    sums = MetricSums()
+    for largest, smallest, count in [(0.0, 0.0, 0), (-3.0, -3.0, 1), (-1.0, -1.0, 1), (5.0, 5.0, 0)]:
+        pairs = {"r_max": largest, "r_min": smallest}
+        sums.add({name: (torch.tensor(x), torch.tensor(count)) for name, x in pairs.items()})
+    assert sums.result() == {"r_max": (-1.0, 1.0), "r_min": (-3.0, 1.0)}

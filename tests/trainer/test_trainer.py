@@ -6,7 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from rlhf_mp.algorithms.advantages import Estimate
 from rlhf_mp.algorithms.base import Algorithm
+from rlhf_mp.config.algorithm import AlgorithmConfig
+from rlhf_mp.config.schema import ActorConfig
 from rlhf_mp.data.collate import collate
 from rlhf_mp.data.types import MiniBatch, SampleText, Share, TokenTrace, Totals, Trajectory
 from rlhf_mp.errors import EngineError
@@ -126,9 +129,10 @@ def trainer(num_steps: int, events: list, *, resumed_at: int = 0, reference: boo
 
     watched: list[Phase] = []
     algorithm = Algorithm(
-        advantage=lambda rewards, group_ids, mask, norm_by_std: rewards[:, None] * mask,
+        estimator=lambda batch, settings: Estimate(batch.rewards[:, None] * batch.mask),
+        settings=AlgorithmConfig(),
+        actor=ActorConfig(),
         policy_loss=lambda output, batch, totals: None,
-        norm_by_std=True,
         needs_old_logprobs=changed.pop("needs_old_logprobs", False),
         needs_reference=reference,
     )
@@ -189,6 +193,23 @@ def test_a_run_that_is_done_does_nothing_more():
     made.resume()
     made.train()
     assert events == [("push", 4, 0), ("live", 4)]
+
+
+def test_a_requested_stop_saves_after_the_step_and_the_resumed_run_takes_it_from_there():
+    events, answers = [], iter([False, True])
+    made = trainer(4, events, test_freq=2, stop_requested=lambda: next(answers))
+    made.train()
+    assert (made.step, made.finished) == (2, False)
+    assert [event for event in events if event[0] in ("fetch", "save", "evaluate")] == [
+        ("fetch", 0), ("fetch", 1), ("save", 2),
+    ]  # fmt: skip
+
+
+def test_a_stop_is_not_asked_for_after_the_last_step():
+    events = []
+    made = trainer(1, events, stop_requested=lambda: pytest.fail("asked"))
+    made.train()
+    assert made.finished
 
 
 def test_without_validation_data_nothing_is_evaluated():

@@ -1,0 +1,66 @@
+"""Dynamic sampling, rewards that are no numbers, punishment of length: before anything is trained on."""
+
+import asyncio
+
+import pytest
+
+from rlhf_mp.cluster.groups import Group, filled, numbered, overlong_penalty, require_numbers
+from rlhf_mp.config.schema import OverlongBufferConfig
+from rlhf_mp.data.prompts import Prompt
+from rlhf_mp.data.types import Trajectory
+from rlhf_mp.errors import SampleError
+
+
+def group(index: int, *rewards: float, baseline: float | None = None) -> Group:
+    prompt = Prompt(index, [index], f"question {index}", "42")
+    return Group(prompt, [Trajectory([index], [7], [0.0], [True], r, 0, 0, "stop", baseline) for r in rewards])
+
+
+def fill(batches: list[list[Group]], size: int, most: int):
+    drawn = []
+
+    async def draw(number: int) -> list[Group]:
+        drawn.append(number)
+        return batches[number]
+
+    kept, metrics = asyncio.run(filled(draw, size, most))
+    return [g.prompt.index for g in kept], drawn, metrics
+
+
+BATCHES = [
+    [group(0, 1.0, 1.0), group(1, 1.0, 0.0)],
+    [group(2, 0.0, 0.0), group(3, 0.0, 0.0)],
+    [group(4, 0.0, 1.0), group(5, 1.0, 0.5)],
+    [group(6, 0.0, 1.0), group(7, 1.0, 0.0)],
+]
+
+
+def test_batches_are_drawn_until_enough_groups_differ_and_no_further():
+    kept, drawn, metrics = fill(BATCHES, size=2, most=4)
+    assert (kept, drawn) == ([1, 4], [0, 1, 2])  # 5 is left over
+    assert metrics == {"rollout/num_gen_batches": (3, 1), "rollout/kept_groups_fraction": (3, 6)}
+
+
+def test_a_batch_that_cannot_be_filled_is_an_error_with_the_fix():
+    with pytest.raises(SampleError, match="found 1 groups .* among 4 prompts, and a step needs 2") as error:
+        fill(BATCHES, size=2, most=2)
+    assert "max_num_gen_batches" in str(error.value)
+
+
+def test_groups_are_numbered_by_their_place():
+    assert [t.group_id for g in numbered([group(5, 0.0, 1.0), group(3, 0.0)]) for t in g] == [0, 0, 1]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("where", ["reward", "baseline"])
+def test_a_reward_that_is_no_number_names_its_sample(bad, where):
+    broken = group(3, 1.0, bad) if where == "reward" else group(3, 1.0, baseline=bad)
+    with pytest.raises(SampleError, match="not a finite number") as error:
+        require_numbers([group(1, 0.5, baseline=0.0), broken], lambda ids: f"said {ids}")
+    assert "prompt 3: 'question 3'" in str(error.value) and "said [7]" in str(error.value)
+
+
+def test_length_is_punished_along_a_line_inside_the_buffer():
+    buffer = OverlongBufferConfig(enable=True, len=4, penalty_factor=2.0)
+    found = [overlong_penalty(length, 16, buffer) for length in (0, 12, 13, 14, 16)]
+    assert found == [0, 0, -0.5, -1.0, -2.0]

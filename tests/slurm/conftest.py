@@ -1,0 +1,147 @@
+"""One Slurm of three machines for the whole session, and the project's own batch script on it."""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from additions import make_inputs
+from cluster import Cluster
+
+from rlhf_mp.cluster.first_failure import wait_until
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge", "iproute2")
+PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "ip", "unshare", "nsenter")
+ENV = """
+export PATH={bin}:$PATH PYTHONPATH={root} DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 TORCH_EXTENSIONS_DIR={extensions}
+SRUN_OPTIONS=() NODE_PREFIX=() MAX_RESTARTS=2
+"""
+
+
+def missing_programs() -> list[str]:
+    return [name for name in PROGRAMS if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin") is None]
+
+
+def install() -> str:
+    """Why Slurm can't be had here; empty once it is installed."""
+    if sys.platform != "linux" or os.geteuid() != 0:
+        return "a Slurm of several machines on one takes Linux and root"
+    if missing_programs() and shutil.which("apt-get"):
+        quiet = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
+        for words in (["update"], ["install", "-y", "--no-install-recommends", *PACKAGES]):
+            try:
+                done = subprocess.run(
+                    ["apt-get", "-qq", *words], env=quiet, capture_output=True, text=True, timeout=120
+                )
+            except subprocess.TimeoutExpired:
+                return "Slurm is not installed, and apt-get took longer than two minutes"
+            if done.returncode:
+                return f"Slurm is not installed, and apt-get {words[0]} failed: {done.stderr.strip()[-300:]}"
+    return f"not installed: {', '.join(missing)}" if (missing := missing_programs()) else ""
+
+
+class Job:
+    """A batch job of the project's script, its run directory, and what it has said."""
+
+    def __init__(self, cluster: Cluster, number: str, run_dir: Path):
+        self.cluster, self.number, self.run_dir = cluster, number, run_dir
+
+    def log(self) -> str:
+        file = self.run_dir.with_name(f"{self.run_dir.name}.{self.number}.log")
+        return file.read_text(errors="replace") if file.exists() else ""
+
+    def output(self, node: str, restart: int = 0) -> str:
+        return (self.run_dir / f"logs/slurm-{self.number}/node-{node}.{restart}.log").read_text(errors="replace")
+
+    def wait_for(self, condition: Callable[[], bool], timeout_s: float = 60) -> None:
+        assert wait_until(condition, timeout_s), f"{self.cluster.job(self.number)}\n{self.log()}"
+
+    def wait_ready(self, restart: int = 0, num_ranks: int = 2) -> list[str]:
+        """What each rank of endless.py said of itself, once all run."""
+        files = [self.run_dir / f"ready.{rank}.{restart}" for rank in range(num_ranks)]
+        self.wait_for(lambda: all(file.exists() and file.read_text() for file in files))
+        return [file.read_text() for file in files]
+
+    def end(self, rank: int, exit_code: int, restart: int = 0) -> None:
+        (self.run_dir / f"exit.{rank}.{restart}").write_text(str(exit_code))
+
+    def signal(self, name: str) -> None:
+        """To the batch script alone, as Slurm does before a time limit or a pre-emption."""
+        self.cluster.run("scancel", "--batch", f"--signal={name}", self.number)
+
+    def wait(self, timeout_s: float = 120) -> dict[str, str]:
+        try:
+            return self.cluster.wait_job(self.number, timeout_s)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.log()}") from None
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    if reason := install():
+        pytest.skip(reason)
+    folder = tmp_path_factory.mktemp("slurm")
+    made = Cluster(
+        folder / "cluster", 3, cpus=4, memory_mb=16_000, shared=[ROOT, tmp_path_factory.getbasetemp(), folder]
+    )
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def nothing_left(cluster: Cluster) -> Iterator[None]:
+    """Checked after a test: no process, no file in /tmp or /dev/shm on any node."""
+    yield
+    assert cluster.left() == []
+
+
+@pytest.fixture(scope="session")
+def inputs(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return make_inputs(tiny_checkpoint, tmp_path_factory.mktemp("inputs"))
+
+
+@pytest.fixture(scope="session")
+def env_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a user writes instead of launch/slurm/env.sh."""
+    file = tmp_path_factory.mktemp("env") / "env.sh"
+    extensions = os.environ.get("TORCH_EXTENSIONS_DIR", "")
+    file.write_text(ENV.format(bin=Path(sys.executable).parent, root=ROOT, extensions=extensions))
+    return file
+
+
+@pytest.fixture
+def sbatch(cluster: Cluster, inputs: list[str], env_file: Path, tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    """``sbatch(*overrides, nodes=2, ...)`` submits train.sbatch; jobs that still run after a test are cancelled."""
+    jobs: list[Job] = []
+
+    def submit(
+        *overrides: str,
+        nodes: int = 2,
+        options: tuple = (),
+        environ: dict | None = None,
+        config: str = "",
+        **extra: str,
+    ) -> Job:
+        run_dir = tmp_path / f"run{len(jobs)}"
+        own = {"RLHF_MP_ENV": str(env_file), "RLHF_MP_SCRIPT": "tests/slurm/endless.py"} | (environ or {})
+        words = [
+            *(f"{name}={value}" for name, value in own.items()), "sbatch", "--parsable",
+            f"--output={run_dir}.%j.log", f"--nodes={nodes}", "--ntasks-per-node=1", "--mem=4G", "--time=60", *options,
+            "launch/slurm/train.sbatch", "--config", config or "configs/quickstart.yaml", *inputs,
+            "trainer.n_gpus_per_node=1", f"trainer.default_local_dir={run_dir}", *overrides,
+        ]  # fmt: skip
+        number = cluster.run("env", *words, cwd=ROOT).strip()
+        jobs.append(Job(cluster, number, run_dir))
+        return jobs[-1]
+
+    yield submit
+    for job in jobs:
+        cluster.run("scancel", "--quiet", job.number, check=False)
+    deadline = time.monotonic() + 30
+    while cluster.run("squeue", "-h") and time.monotonic() < deadline:
+        time.sleep(0.2)

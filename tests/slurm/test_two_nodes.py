@@ -1,0 +1,44 @@
+"""The real job on two machines: DeepSpeed ranks, Ray and SGLang on both, weights and samples over the network."""
+
+import re
+
+import pytest
+
+from rlhf_mp.observe.sinks import read_jsonl
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800), pytest.mark.usefixtures("nothing_left")]
+START_S = 600  # half a minute; a busy machine must not look like a hang
+
+
+def steps(job) -> list[int]:
+    file = job.run_dir / "metrics.jsonl"
+    return [record["step"] for record in read_jsonl(file) if "time/step_s" in record] if file.exists() else []
+
+
+def test_two_machines_train_stop_on_request_requeue_and_finish_where_they_were(sbatch, cluster):
+    job = sbatch(
+        "actor_rollout_ref.rollout.num_engines=2",
+        "trainer.total_training_steps=4",
+        "trainer.test_freq=-1",
+        "trainer.save_freq=-1",
+        environ={"RLHF_MP_SCRIPT": "launch/train.py", "NCCL_DEBUG": "WARN"},
+    )
+    job.wait_for(lambda: 1 in steps(job), START_S)
+    for node in ("n1", "n2"):
+        running = cluster.run("ps", "axo", "args=", on=node)
+        assert len(re.findall("sglang.launch_server", running)) == 1, node
+        assert "ray::EngineHost" in running
+        shown = cluster.run("sh", "-c", "tr '\\0' '\\n' < /proc/$(pgrep -f sglang.launch_server)/environ", on=node)
+        assert "NCCL_DEBUG=WARN" in shown.splitlines()
+    assert "ray::SchedulerActor" not in running  # that is with rank 0
+    job.signal("USR1")
+    ended = job.wait(START_S)
+    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), job.log()
+    assert steps(job) == [1, 2, 3, 4]
+    first = job.output("n1", restart=0)
+    stopped = int(re.search(r"stopped on request after step (\d+)", first)[1])
+    assert f"at step {stopped}" in job.output("n1", restart=1)
+    assert (job.run_dir / "summary.json").exists()
+    records = [record for record in read_jsonl(job.run_dir / "metrics.jsonl") if "time/step_s" in record]
+    assert all(record["sync/changed_tensors_fraction"] > 0 for record in records)
+    assert all(record["rollout/staleness_mean"] == 0 for record in records)
