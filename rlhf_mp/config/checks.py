@@ -56,8 +56,8 @@ def cross_problems(config: RunConfig) -> Iterator[Problem]:
     """Rules that need two knobs of a config whose derived knobs are filled in."""
     if config.trainer.task == "rl":
         yield from _batch_problems(config)
-        yield from algorithm_checks.algorithm_problems(config)
         yield from _engine_problems(config)
+        yield from algorithm_checks.algorithm_problems(config)
         yield from task_checks.reward_model_problems(config)
     else:
         yield from task_checks.without_rl_problems(config)

@@ -69,6 +69,14 @@ def _step(config: RunConfig) -> dict[str, str]:
     }
 
 
+def _entries(data: DataConfig) -> list[str]:
+    """The training files, with their shares of the prompts where they have some."""
+    if not data.train_weights:
+        return data.train_files
+    shares = (weight / sum(data.train_weights) for weight in data.train_weights)
+    return [f"{file} ({share:.0%})" for file, share in zip(data.train_files, shares, strict=True)]
+
+
 def _step_without_rl(config: RunConfig) -> dict[str, str]:
     data, actor = config.data, config.actor_rollout_ref.actor
     what = {"sft": "examples", "dpo": "pairs", "reward_model": "pairs"}[config.trainer.task]
@@ -84,14 +92,6 @@ def _cut(actor: ActorConfig) -> str:
     if actor.use_dynamic_bsz:
         return f"micro-batches of at most {actor.ppo_max_token_len_per_gpu} tokens"
     return f"micro-batches of at most {actor.ppo_micro_batch_size_per_gpu} sequences"
-
-
-def _entries(data: DataConfig) -> list[str]:
-    """The training files, with their shares of the prompts where they have some."""
-    if not data.train_weights:
-        return data.train_files
-    shares = (weight / sum(data.train_weights) for weight in data.train_weights)
-    return [f"{file} ({share:.0%})" for file, share in zip(data.train_files, shares, strict=True)]
 
 
 def _files(config: RunConfig) -> dict[str, str]:

@@ -129,9 +129,8 @@ def _batch(trained: TrainedModel, config: RunConfig, sequence: int) -> planned.B
     updates = trained.updates
     forward = "log_prob" if isinstance(updates, ActorConfig) else "forward"
     step = config.data.train_batch_size
-    cuts = {"ppo": config.actor_rollout_ref.actor.ppo_mini_batch_size, forward: step}
-    if config.trainer.task != "rl":
-        cuts["ppo"] = step
+    cuts = {"ppo": config.actor_rollout_ref.actor.ppo_mini_batch_size if config.trainer.task == "rl" else step}
+    cuts[forward] = step
     fitting = []
     for kind, prompts in cuts.items():
         budget = getattr(updates, f"{kind}_max_token_len_per_gpu")
@@ -160,11 +159,10 @@ def _logit_tokens(trained: TrainedModel, vocab: int) -> int | None:
 
 
 def _tokens_of(examples: int, config: RunConfig, sequence: int) -> int:
-    """Of one rank's share of so many prompts' responses, or of examples, at full length; a group is never split."""
-    n = config.actor_rollout_ref.rollout.n
-    if config.trainer.task != "rl":
-        n = sequences_per_example(config.trainer.task)
-    return -(-examples // config.data_parallel_size) * n * sequence
+    """Of one rank's share of so many prompts or examples, at full length; a group is never split."""
+    task = config.trainer.task
+    each = config.actor_rollout_ref.rollout.n if task == "rl" else sequences_per_example(task)
+    return -(-examples // config.data_parallel_size) * each * sequence
 
 
 def _precision(trained: TrainedModel) -> planned.Precision:

@@ -59,6 +59,8 @@ def test_every_config_in_the_repository_is_planned(path, folder):
     if load_config(path).reward_model.enable:
         overrides.append(f"reward_model.model.path={folder}")
     config = load_config(path, overrides)
+    if config.reward_model.enable:
+        config.reward_model.model.path = str(folder)
     plan = plan_of(config, H100)
     phases = {"rl": set(Phase), "dpo": {Phase.score, Phase.train}, "sft": {Phase.train}, "reward_model": {Phase.train}}
     assert {moment.phase for moment in plan.moments} == phases[config.trainer.task]
