@@ -327,6 +327,13 @@ class RunConfig:
     trainer: TrainerConfig = section(TrainerConfig)
 
     @property
+    def trained(self) -> "list[TrainedModel]":
+        """The actor, and the critic where there is one."""
+        policy, critic = self.actor_rollout_ref, self.critic
+        actor = TrainedModel("actor_rollout_ref.actor", policy.actor, "actor_rollout_ref.model", policy.model)
+        return [actor] + [TrainedModel("critic", critic, "critic.model", critic.model)] * (critic.enable is True)
+
+    @property
     def updates_per_step(self) -> int:
         """Optimizer steps between two weight versions."""
         actor = self.actor_rollout_ref.actor
@@ -345,13 +352,6 @@ class RunConfig:
     @property
     def needs_reference(self) -> bool:
         return self.actor_rollout_ref.actor.use_kl_loss or self.algorithm.use_kl_in_reward
-
-    @property
-    def trained(self) -> "list[TrainedModel]":
-        """The actor, and the critic where there is one."""
-        policy, critic = self.actor_rollout_ref, self.critic
-        actor = TrainedModel("actor_rollout_ref.actor", policy.actor, "actor_rollout_ref.model", policy.model)
-        return [actor] + [TrainedModel("critic", critic, "critic.model", critic.model)] * (critic.enable is True)
 
     @property
     def data_parallel_size(self) -> int:

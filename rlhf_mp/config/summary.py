@@ -4,7 +4,7 @@ from pathlib import Path
 
 from rlhf_mp.config.load import config_to_yaml
 from rlhf_mp.config.model_folder import count_parameters
-from rlhf_mp.config.schema import ActorConfig, DataConfig, RunConfig
+from rlhf_mp.config.schema import ActorConfig, DataConfig, RunConfig, TrainedConfig
 
 
 def describe_run(config: RunConfig) -> str:
@@ -15,31 +15,44 @@ def describe_run(config: RunConfig) -> str:
 
 
 def _who(config: RunConfig) -> dict[str, str]:
-    policy, trainer = config.actor_rollout_ref, config.trainer
-    actor, rollout = policy.actor, policy.rollout
-    backend = "plain torch"
-    if actor.strategy == "megatron":
-        sizes = actor.megatron
-        backend = (
-            f"Megatron, tensor parallel {sizes.tensor_model_parallel_size}, "
-            f"pipeline parallel {sizes.pipeline_model_parallel_size}, data parallel {config.data_parallel_size}"
-        )
-    if actor.strategy == "deepspeed":
-        offloads = [name for name in ("param_offload", "optimizer_offload") if getattr(actor.fsdp_config, name)]
-        backend = f"DeepSpeed ZeRO-{actor.deepspeed.zero_stage}" + "".join(f", {name}" for name in offloads)
-    ranks = {"ranks": f"{trainer.num_ranks} ({trainer.nnodes} x {trainer.n_gpus_per_node}), {backend}"}
-    model = {"model": f"{policy.model.path}, {_size(policy.model.path)}, {policy.model.dtype}"}
+    policy, trainer, rollout = config.actor_rollout_ref, config.trainer, config.actor_rollout_ref.rollout
+    ranks = f"{trainer.num_ranks} ({trainer.nnodes} x {trainer.n_gpus_per_node})"
+    training = {
+        "ranks": f"{ranks}, {_backend(policy.actor, config)}",
+        "model": f"{policy.model.path}, {_size(policy.model.path)}, {policy.model.dtype}",
+    }
     if trainer.task != "rl":
-        return ranks | model | {"reference": "yes" if trainer.task == "dpo" else "none needed"}
+        return training | {"reference": "yes" if trainer.task == "dpo" else "none needed"}
     scored = {"reward": f"reward model {config.reward_model.model.path}"} if config.reward_model.enable else {}
-    return ranks | {
+    return training | {
         "engines": f"{rollout.num_engines} SGLang, tensor parallel {rollout.tensor_model_parallel_size}, "
         f"{rollout.dtype}",
         "weights": f"swapped by {policy.weight_sync.transport}, every swap verified",
-        **model,
         "reference": "yes, for the KL term" if config.needs_reference else "none needed",
+        "critic": _critic(config),
         **scored,
     }
+
+
+def _critic(config: RunConfig) -> str:
+    critic = config.critic
+    if not critic.enable:
+        return "none needed"
+    model = f"{critic.model.path}, {critic.model.dtype}, {_backend(critic, config)}, lr {critic.optim.lr:g}"
+    return f"{model}, alone in the first {config.trainer.critic_warmup} steps"
+
+
+def _backend(trained: TrainedConfig, config: RunConfig) -> str:
+    if trained.strategy == "torch":
+        return "plain torch"
+    if trained.strategy == "megatron":
+        sizes = trained.megatron
+        return (
+            f"Megatron, tensor parallel {sizes.tensor_model_parallel_size}, "
+            f"pipeline parallel {sizes.pipeline_model_parallel_size}, data parallel {config.data_parallel_size}"
+        )
+    offloads = [name for name in ("param_offload", "optimizer_offload") if getattr(trained.fsdp_config, name)]
+    return f"DeepSpeed ZeRO-{trained.deepspeed.zero_stage}" + "".join(f", {name}" for name in offloads)
 
 
 def _size(path: str) -> str:

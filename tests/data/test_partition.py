@@ -1,5 +1,7 @@
 """R2 (whole groups) and R3 (global counts, equally many micro-batches) as properties of any plan."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -9,8 +11,8 @@ from rlhf_mp.algorithms.aggregate import loss_aggregations
 from rlhf_mp.algorithms.losses import make_policy_loss
 from rlhf_mp.config.schema import ActorConfig
 from rlhf_mp.data.collate import collate
-from rlhf_mp.data.partition import Cut, RankPlan, cut_rows, plan_step
-from rlhf_mp.data.types import MiniBatch, PolicyOutput, Totals, Trajectory
+from rlhf_mp.data.partition import Cut, Cuts, RankPlan, cut_rows, plan_step
+from rlhf_mp.data.types import MiniBatch, Passes, PolicyOutput, Totals, Trajectory
 from rlhf_mp.observe.reduce import added
 
 LONGEST = 30
@@ -145,6 +147,16 @@ def test_a_step_by_hand():
         RankPlan([2, 3], [[0, 1]], [MiniBatch([[0], [1]], totals)]),
         RankPlan([4, 5, 0, 1], [[2, 0, 1, 3]], [MiniBatch([[2, 0], [1, 3]], totals)]),
     ]
+
+
+@for_any_step
+def test_a_critic_gets_the_same_mini_batches_in_its_own_cuts(step):
+    """As if the actor had its cuts and epochs."""
+    theirs = {"train_cut": step["score_cut"], "score_cut": step["train_cut"], "ppo_epochs": step["ppo_epochs"] + 1}
+    plans = plan_step(**step, critic=Cuts(theirs["train_cut"], theirs["score_cut"], theirs["ppo_epochs"]))
+    assert [replace(plan, critic=None) for plan in plans] == plan_step(**step)
+    expected = plan_step(**step | theirs)
+    assert [plan.critic for plan in plans] == [Passes(plan.score_rows, plan.minibatches) for plan in expected]
 
 
 def test_without_padding_rows_fill_the_room_that_is_left():
