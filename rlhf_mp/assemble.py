@@ -83,6 +83,13 @@ def make_trainer(job: Job) -> Trainer:
     models = {Role.actor: actor, Role.critic: critic, Role.reference: reference}
     footprint = make_footprint(job, {role: model for role, model in models.items() if model is not None})
     memory = make_memory_watch(job)
+
+    def sum_over_ranks(x: torch.Tensor) -> torch.Tensor:
+        return job.ranks.sum(x, counts=actor.layout.is_output_rank)
+
+    own, reward_model = job.config.reward_model, None
+    if own.enable:
+        reward_model = RewardModel(make_reward_scorer(job.config, job.device), own, sum_over_ranks)
     trainer = Trainer(
         schedule=Schedule(num_steps, knobs.test_freq, knobs.save_freq, knobs.val_before_train, warmup),
         actor=actor,
@@ -96,9 +103,9 @@ def make_trainer(job: Job) -> Trainer:
         watch=lambda phase: watched(job, phase, memory, footprint),
         memory=lambda: memory.metrics() | (footprint.metrics() if footprint else {}),
         has_validation=facts.num_validation > 0,
-        reward_model=make_reward_model(job, actor) if job.config.reward_model.enable else None,
+        reward_model=reward_model,
         packed=job.config.actor_rollout_ref.model.use_remove_padding,
-        sum_over_ranks=lambda x: job.ranks.sum(x, counts=actor.layout.is_output_rank),
+        sum_over_ranks=sum_over_ranks,
         counts=actor.layout.is_output_rank,
         stop_requested=job.stop_request.made,
         best=Best(knobs.best_metric, knobs.best_mode) if knobs.best_metric else None,
@@ -112,11 +119,6 @@ def make_trainer(job: Job) -> Trainer:
         print(*facts.notes, sep="\n", end="\n" if facts.notes else "")
         trainer.log.sinks = make_sinks(job, num_steps, trainer.step)
     return trainer
-
-
-def make_reward_model(job: Job, actor: TrainEngine) -> RewardModel:
-    scorer, counts = make_reward_scorer(job.config, job.device), actor.layout.is_output_rank
-    return RewardModel(scorer, job.config.reward_model, job.ranks.sum, counts=counts)
 
 
 @contextmanager

@@ -3,13 +3,12 @@
 import torch
 
 from rlhf_mp.algorithms.supervised import make_task
-from rlhf_mp.assemble import Job, make_checkpoints, make_footprint, make_sinks, watched
+from rlhf_mp.assemble import Job, make_checkpoints, make_footprint, make_memory_watch, make_sinks, watched
 from rlhf_mp.cluster.scheduler import cuts
 from rlhf_mp.data.batches import Batches
 from rlhf_mp.data.examples import ExampleReader, ExampleSet
 from rlhf_mp.data.order import make_order
 from rlhf_mp.models.hf import load_tokenizer, stop_token_ids
-from rlhf_mp.observe.memory import peak_memory
 from rlhf_mp.observe.metrics import MetricLog
 from rlhf_mp.observe.reduce import reduce_over_ranks
 from rlhf_mp.planner.term import Role
@@ -29,6 +28,7 @@ def make_supervised_trainer(job: Job) -> SupervisedTrainer:
     task, engine = make_task(config), make_actor(config, job.device, num_steps)
     reference = make_reference(config, job.device) if task.needs_reference else None
     footprint = make_footprint(job, {Role.actor: engine} | ({Role.reference: reference} if reference else {}))
+    memory = make_memory_watch(job)
     batches = Batches(train.examples, order, cuts(config), engine.layout.dp_rank, engine.layout.dp_size)
     trainer = SupervisedTrainer(
         schedule=Schedule(num_steps, knobs.test_freq, knobs.save_freq, knobs.val_before_train),
@@ -39,8 +39,8 @@ def make_supervised_trainer(job: Job) -> SupervisedTrainer:
         validation=batches.share(validation.examples) if validation.examples else None,
         checkpoints=make_checkpoints(job, {"actor": engine}),
         log=MetricLog([], reduce_over_ranks),
-        watch=lambda phase: watched(job, phase, footprint),
-        memory=footprint.metrics if footprint else peak_memory,
+        watch=lambda phase: watched(job, phase, memory, footprint),
+        memory=lambda: memory.metrics() | (footprint.metrics() if footprint else {}),
         packed=config.actor_rollout_ref.model.use_remove_padding,
         counts=engine.layout.is_output_rank,
         stop_requested=job.stop_request.made,

@@ -1,4 +1,4 @@
-"""The sections of single training backends."""
+"""What only one training backend has: the sections ``deepspeed`` and ``megatron`` of a trained model."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -13,6 +13,7 @@ from rlhf_mp.config.backends import DeepSpeedConfig, MegatronConfig, OffloadConf
 from rlhf_mp.config.dpo import DpoConfig
 from rlhf_mp.config.knob import knob, section
 from rlhf_mp.config.reward import RewardConfig
+from rlhf_mp.config.reward_model import RewardModelConfig
 from rlhf_mp.config.rollout import RolloutConfig, WeightSyncConfig
 
 
@@ -190,19 +191,6 @@ class CriticConfig(TrainedConfig):
     loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = knob(
         "token-mean", "how per-token losses become one number"
     )
-
-
-@dataclass
-class RewardModelConfig:
-    """A reward model in the loop of trainer.task=rl, scored on the training ranks."""
-
-    enable: bool = knob(False, "score responses with a reward model")
-    model: ModelConfig = section(ModelConfig)
-    fsdp_config: OffloadConfig = section(OffloadConfig)
-    coef: float = knob(1.0, "weight of its score in the reward")
-    rule_coef: float = knob(0.0, "weight of the rule reward beside it; 0: the rule reward is only logged")
-    normalize: bool = knob(False, "scores minus their running mean, divided by their running standard deviation")
-    clip: float | None = knob(None, "scores beyond this distance from 0 count as it; unset: as they are", gt=0)
 
 
 @dataclass

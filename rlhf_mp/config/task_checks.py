@@ -6,6 +6,7 @@ from copy import deepcopy
 from functools import reduce
 from typing import Any
 
+from rlhf_mp.config.algorithm import needs_of
 from rlhf_mp.config.derive import derive
 from rlhf_mp.config.keys import KNOBS, typed
 from rlhf_mp.config.knob import default_of
@@ -158,18 +159,15 @@ def reward_model_problems(config: RunConfig) -> Iterator[Problem]:
             "a reward model would be held and run for a weight of 0",
             f"{REWARD_MODEL}.coef=1.0, or {REWARD_MODEL}.enable=false",
         )
-    yield from _idle_model_problems(config)
-
-
-def _idle_model_problems(config: RunConfig) -> Iterator[Problem]:
-    """Knobs of trained models that a frozen one has no use for."""
-    own, strategy = config.reward_model, config.actor_rollout_ref.actor.strategy
-    idle = {"fsdp_config.optimizer_offload": "the reward model is frozen and has no optimizer"}
-    if strategy != "deepspeed":
-        idle["fsdp_config.param_offload"] = f"no effect with {ACTOR}.strategy={strategy}"
-    if own.model.enable_activation_offload:
-        idle["model.enable_activation_offload"] = "the reward model is frozen and keeps no activations"
-    for name, reason in idle.items():
-        key = f"{REWARD_MODEL}.{name}"
-        if read(config, key):
-            yield Problem(key, True, reason, f"{key}=false")
+    algorithm, unseen = config.algorithm, "the responses it looks at have only their rule reward yet"
+    if needs_of(algorithm.adv_estimator).greedy_baseline:
+        yield Problem(
+            "algorithm.adv_estimator", algorithm.adv_estimator, unseen, f"{REWARD_MODEL}.enable=false, or rloo"
+        )
+    if algorithm.filter_groups.enable:
+        key = "algorithm.filter_groups.enable"
+        yield Problem(key, True, unseen, f"{key}=false, or {REWARD_MODEL}.enable=false")
+    strategy = config.actor_rollout_ref.actor.strategy
+    if own.fsdp_config.param_offload and strategy != "deepspeed":
+        key = f"{REWARD_MODEL}.fsdp_config.param_offload"
+        yield Problem(key, True, f"no effect with {ACTOR}.strategy={strategy}", f"{key}=false")

@@ -127,7 +127,9 @@ def make_critic(config: RunConfig, device: torch.device, num_updates: int) -> Tr
 def make_reward_scorer(config: RunConfig, device: torch.device) -> Scorer:
     """The frozen reward model, spread over the ranks as the actor is."""
     own, actor = config.reward_model, config.actor_rollout_ref.actor
-    return make_scorer(own.model, actor, own.fsdp_config, RewardHead(packed=own.model.use_remove_padding), device)
+    model = ModelConfig(own.model.path, own.model.dtype, trust_remote_code=own.model.trust_remote_code)
+    head = RewardHead(packed=own.model.use_remove_padding)
+    return make_scorer(model, actor, OffloadConfig(param_offload=own.fsdp_config.param_offload), head, device)
 
 
 def common_layout(config: RunConfig) -> ParallelLayout | None:

@@ -83,8 +83,8 @@ class RunCheckpoints:
             "model": self.identity,
             "trained": self.trained,
             "num_ranks": self.ranks.num_ranks,
-            "data": trainer.data_state(),
             "best": trainer.best.state_dict() if trainer.best else None,
+            **trainer.state_dict(),
         }
 
     def load_newest(self, trainer: Trainer) -> None:
@@ -100,7 +100,7 @@ class RunCheckpoints:
         for name, engine in trainer.trained.items():
             engine.load(folder / name)
         torch.set_rng_state(torch.load(folder / f"rng_{self.ranks.rank}.pt", weights_only=True))
-        trainer.load_data_state(state["data"])
+        trainer.load_state_dict(state)
         if trainer.best is not None:
             trainer.best.load_state_dict(state["best"])
         trainer.step = state["step"]

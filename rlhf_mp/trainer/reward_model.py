@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rlhf_mp.algorithms.masked import PerSequence
-from rlhf_mp.config.schema import RewardModelConfig
+from rlhf_mp.config.reward_model import RewardModelConfig
 from rlhf_mp.data.types import Sums, TokenBatch
 from rlhf_mp.train.base import Scorer
 
@@ -44,14 +44,11 @@ class RewardModel:
     """Scores responses and makes them rewards. Its moments are part of a checkpoint.
 
     Args:
-        sum_over_ranks: adds a small tensor over all ranks; collective.
-        counts: False where another rank holds the same responses.
+        sum_over_ranks: adds a small tensor over all ranks, responses that several of them hold once; collective.
     """
 
-    def __init__(
-        self, scorer: Scorer, config: RewardModelConfig, sum_over_ranks: Callable[[Tensor], Tensor], *, counts: bool
-    ):
-        self.scorer, self.config, self.sum_over_ranks, self.counts = scorer, config, sum_over_ranks, counts
+    def __init__(self, scorer: Scorer, config: RewardModelConfig, sum_over_ranks: Callable[[Tensor], Tensor]):
+        self.scorer, self.config, self.sum_over_ranks = scorer, config, sum_over_ranks
         self.moments = RunningMoments()
 
     def rewards(self, batch: TokenBatch, cut: list[list[int]]) -> tuple[PerSequence, Sums]:
@@ -86,10 +83,9 @@ class RewardModel:
 
     def _learn(self, scores: Tensor) -> None:
         """Add all ranks' scores to the moments, this step's included: the first step is normalised too."""
-        own = scores if self.counts else scores[:0]
-        count, total = self.sum_over_ranks(torch.tensor([float(len(own)), own.sum()], dtype=torch.float64)).tolist()
+        count, total = self.sum_over_ranks(torch.stack([torch.ones_like(scores).sum(), scores.sum()])).tolist()
         mean = total / count
-        (squares,) = self.sum_over_ranks((own - mean).square().sum()[None]).tolist()
+        (squares,) = self.sum_over_ranks((scores - mean).square().sum()[None]).tolist()
         self.moments.add(count, mean, squares)
 
     def state_dict(self) -> dict[str, Any]:

@@ -45,6 +45,7 @@ class SupervisedTrainer:
     memory: Callable[[], Mapping[str, float]] = peak_memory
     packed: bool = False  # engines leave out the padding of micro-batches
     counts: bool = True  # False where another rank holds the same data, as a part of the same model
+    stop_requested: Callable[[], bool] = lambda: False  # collective; asked once a step
     best: Best | None = None  # None: no validation is better than another
     stop_requested: Callable[[], bool] = lambda: False  # collective; asked once a step
     step: int = 0
@@ -59,12 +60,16 @@ class SupervisedTrainer:
         """Continue where the newest checkpoint stands, if there is one."""
         self.checkpoints.load_newest(self)
 
-    def data_state(self) -> dict[str, Any]:
-        """Where the data stands once ``step`` steps are done."""
-        return self.batches.state_dict()
+    def state_dict(self) -> dict[str, Any]:
+        """What decides the next step beside the model: the place in the data."""
+        return {"data": self.batches.state_dict()}
 
-    def load_data_state(self, state: dict[str, Any]) -> None:
-        self.batches.load_state_dict(state)
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.batches.load_state_dict(state["data"])
+
+    @property
+    def finished(self) -> bool:
+        return self.step >= self.schedule.num_steps
 
     @property
     def finished(self) -> bool:

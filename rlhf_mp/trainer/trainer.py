@@ -89,20 +89,20 @@ class Trainer:
         """Continue where the newest checkpoint stands, if there is one."""
         self.checkpoints.load_newest(self)
 
-    @property
-    def finished(self) -> bool:
-        return self.step >= self.schedule.num_steps
-
-    def data_state(self) -> dict[str, Any]:
-        """Where the data stands once ``step`` steps are done, and what algorithm and reward model have seen of it."""
-        state = {"rollouts": self.rollouts.state_dict(self.step), "algorithm": self.algorithm.state_dict()}
+    def state_dict(self) -> dict[str, Any]:
+        """What decides the next step beside the models: the place in the data, and what has been seen of it."""
+        state = {"data": self.rollouts.state_dict(self.step), "algorithm": self.algorithm.state_dict()}
         return state if self.reward_model is None else state | {"reward_model": self.reward_model.state_dict()}
 
-    def load_data_state(self, state: dict[str, Any]) -> None:
-        self.rollouts.load_state_dict(state["rollouts"])
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.rollouts.load_state_dict(state["data"])
         self.algorithm.load_state_dict(state["algorithm"])
         if self.reward_model is not None and "reward_model" in state:  # it may have come only now
             self.reward_model.load_state_dict(state["reward_model"])
+
+    @property
+    def finished(self) -> bool:
+        return self.step >= self.schedule.num_steps
 
     def train(self) -> None:
         """Train to the last step, or save and return at the end of a step in which a stop was requested."""

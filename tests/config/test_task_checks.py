@@ -92,9 +92,10 @@ def test_a_reward_model_needs_a_path_and_a_weight(problems_of):
     assert problems_of(*on) == {}
     assert "reward_model.model.path" in problems_of("reward_model.enable=true")
     assert "reward_model.coef" in problems_of(*on, "reward_model.coef=0")
-    assert "reward_model.fsdp_config.optimizer_offload" in problems_of(
-        *on, "reward_model.fsdp_config.optimizer_offload=true"
-    )
+    for blind in ("algorithm.adv_estimator=remax", "algorithm.filter_groups.enable=true"):
+        assert "only their rule reward" in problems_of(*on, blind)[blind.split("=")[0]].reason
+    idle = [*on, "reward_model.fsdp_config.param_offload=true", f"{ACTOR}.strategy=megatron"]
+    assert "reward_model.fsdp_config.param_offload" in problems_of(*idle)
     assert "reward_model.coef" in problems_of("reward_model.coef=2.0"), (
         "without a reward model its weight means nothing"
     )

@@ -57,6 +57,8 @@ def knobs(text):
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_config_in_the_repository_is_planned(path, folder):
     overrides = [] if "7b" in path.stem else [f"actor_rollout_ref.model.path={folder}"]
+    if load_config(path).reward_model.enable:
+        overrides.append(f"reward_model.model.path={folder}")
     config = load_config(path, overrides)
     if config.reward_model.enable:
         config.reward_model.model.path = str(folder)
@@ -64,6 +66,19 @@ def test_every_config_in_the_repository_is_planned(path, folder):
     phases = {"rl": set(Phase), "dpo": {Phase.score, Phase.train}, "sft": {Phase.train}, "reward_model": {Phase.train}}
     assert {moment.phase for moment in plan.moments} == phases[config.trainer.task]
     assert plan.peak > 0
+
+
+def test_tasks_without_sampling_hold_what_they_train_and_no_more():
+    configs = {task: load_config(ROOT / "configs" / f"{task}_qwen2.5_7b_deepspeed.yaml") for task in ("sft", "dpo")}
+    configs["reward_model"] = load_config(ROOT / "configs" / "rm_qwen2.5_7b_megatron.yaml")
+    jobs = {task: job_of(config, H100) for task, config in configs.items()}
+    assert {task: (job.algorithm, job.engine, job.reference) for task, job in jobs.items()} == {
+        "sft": ("sft", None, False), "dpo": ("dpo", None, True), "reward_model": ("reward_model", None, False),
+    }  # fmt: skip
+    # Qwen2.5-7B without its output matrix of 152,064 x 3,584, with one row of 3,584 in its place
+    assert jobs["reward_model"].num_actor_params == 7_615_616_512 - 152_064 * 3_584 + 3_584
+    assert jobs["sft"].num_actor_params == 7_615_616_512
+    assert jobs["dpo"].workload.num_sequences == 2 * 128
 
 
 def test_a_known_model_is_planned_before_it_is_downloaded():

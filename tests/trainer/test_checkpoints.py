@@ -39,11 +39,11 @@ class Trainer:
         self.step, self.actor, self.critic, self.loaded = step, actor, critic, None
         self.trained, self.best = {"actor": actor, "critic": critic}, None
 
-    def data_state(self) -> dict[str, Any]:
-        return {"batch": 10 * self.step}
+    def state_dict(self) -> dict[str, Any]:
+        return {"data": {"batch": 10 * self.step}, "algorithm": {"kl_ctrl": {"coef": 0.1 / (1 + self.step)}}}
 
-    def load_data_state(self, state: dict[str, Any]) -> None:
-        self.loaded = state
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loaded = {name: state[name] for name in ("data", "algorithm")}
 
 
 def trainer(step: int = 0, weight: int = 0, rank: int = 0) -> Trainer:
@@ -79,7 +79,7 @@ def test_a_run_continues_where_its_newest_checkpoint_stands(tmp_path):
     save(tmp_path, 3, 6)
     fresh, said = resumed(tmp_path)
     assert (fresh.step, fresh.actor.weight, fresh.critic.weight) == (6, 106, -106)
-    assert fresh.loaded == {"batch": 60}
+    assert fresh.loaded == {"data": {"batch": 60}, "algorithm": {"kl_ctrl": {"coef": 0.1 / 7}}}  # to the last digit
     assert said == [f"resumed from {checkpoint.folder_of(tmp_path, 6)} at step 6"]
 
 
@@ -265,7 +265,7 @@ def test_a_checkpoint_holds_what_every_rank_wrote_and_each_gets_its_own_back(tmp
     def read(ranks: ThreadRanks) -> tuple[int, int, Any]:
         fresh = trainer(rank=ranks.rank)
         checkpoints(tmp_path, ranks).load_newest(fresh)
-        return fresh.step, fresh.actor.weight, fresh.loaded
+        return fresh.step, fresh.actor.weight, fresh.loaded["data"]
 
     assert on_two_ranks(write) == [None, None]
     folder = checkpoint.folder_of(tmp_path, 3)

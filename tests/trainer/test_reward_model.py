@@ -6,7 +6,7 @@ import pytest
 import torch
 from test_trainer import SHARE, trainer
 
-from rlhf_mp.config.schema import RewardModelConfig
+from rlhf_mp.config.reward_model import RewardModelConfig
 from rlhf_mp.data.collate import collate
 from rlhf_mp.data.types import Trajectory
 from rlhf_mp.trainer.reward_model import RewardModel, RunningMoments
@@ -25,8 +25,8 @@ def batch_of(scores, rule=None):
     return collate([Trajectory([s], [1, 1], [0.0] * 2, [True] * 2, r, i, 0, "stop") for i, (s, r) in enumerate(rows)])
 
 
-def model(sum_over_ranks=lambda x: x, counts=True, **knobs) -> RewardModel:
-    return RewardModel(Scorer(), RewardModelConfig(enable=True, **knobs), sum_over_ranks, counts=counts)
+def model(sum_over_ranks=lambda x: x, **knobs) -> RewardModel:
+    return RewardModel(Scorer(), RewardModelConfig(enable=True, **knobs), sum_over_ranks)
 
 
 def means(metrics):
@@ -78,11 +78,11 @@ def test_ranks_learn_the_same_moments_and_a_copy_counts_nothing():
         def sum_over_ranks(tensor):
             given[rank] = tensor
             barrier.wait()
-            total = sum(given[r] for r in range(3))
+            total = sum(given[r] for r in range(2))
             barrier.wait()
             return total
 
-        own = model(sum_over_ranks, counts=rank != 2, normalize=True)
+        own = model(sum_over_ranks, normalize=True)
         own.rewards(batch_of(shares[rank]), [list(range(len(shares[rank])))])
         found[rank] = own.state_dict()
 
@@ -119,9 +119,8 @@ def test_a_reward_models_rewards_are_what_advantages_come_from_and_what_it_has_s
     made.rollouts.state_dict = lambda step: {"batch": step}
     made.rollouts.load_state_dict = lambda state: None
     made.train()
-    state = made.data_state()
-    assert (state["rollouts"], state["reward_model"]) == ({"batch": 1}, {"count": 4})
-    made.load_data_state(state)
+    assert made.state_dict() == {"data": {"batch": 1}, "algorithm": {}, "reward_model": {"count": 4}}
+    made.load_state_dict(made.state_dict())
     assert made.reward_model.loaded == {"count": 4}
     (first, _), _ = made.actor.batches
     assert first[0].rewards.tolist() == [1.0, 11.0] and first[0].advantages.max() == 11.0
