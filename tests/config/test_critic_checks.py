@@ -137,4 +137,7 @@ def test_a_checkpoint_remembers_what_trained_it(tmp_path):
         "critic.strategy": "megatron",
         "critic.model": {"vocab_size": 96, "hidden_size": 64},
     }
-    assert trained_facts(config_from_dict({}, words[1:2])).keys() == {"trainer.task", "actor_rollout_ref.actor.strategy"}
+    assert trained_facts(config_from_dict({}, words[1:2])).keys() == {
+        "trainer.task",
+        "actor_rollout_ref.actor.strategy",
+    }
