@@ -40,6 +40,7 @@ ACTS_IN = {
     f"{ACTOR}.kl_loss_type": RL,
     f"{ACTOR}.loss_agg_mode": {"rl", "sft"},
     "data.answer_key": RL,
+    "data.train_weights": RL,
     "data.truncation": RL,
     "data.curriculum_key": RL,
     "data.curriculum_order": RL,
@@ -51,6 +52,7 @@ ACTS_IN = {
     "data.margin_key": {"reward_model"},
     "data.max_length": WITHOUT_RL,
     "trainer.log_samples": RL,
+    "trainer.log_val_generations": RL,
 }
 """Keys, or sections, that do not act in every task."""
 

@@ -33,7 +33,7 @@ class Tokenizer(Protocol):
     eos_token_id: int | None
 
     def apply_chat_template(self, conversation: list[dict[str, str]], **options: Any) -> Any: ...
-    def __call__(self, text: list[str], *, add_special_tokens: bool) -> Any: ...
+    def __call__(self, text: list[str], **options: bool) -> Any: ...
     def decode(self, ids: list[int]) -> str: ...
     def save_pretrained(self, folder: str) -> Any: ...
 
@@ -216,7 +216,8 @@ def render(prompt: str | list[dict[str, str]], tokenizer: Tokenizer, data: DataC
 
 def encode(texts: list[str], tokenizer: Tokenizer, data: DataConfig) -> list[list[int]]:
     """A chat template writes the special tokens itself; to raw text the tokenizer adds what its model expects."""
-    return tokenizer(texts, add_special_tokens=not data.apply_chat_template)["input_ids"]
+    special = not data.apply_chat_template
+    return tokenizer(texts, add_special_tokens=special, return_attention_mask=False)["input_ids"]
 
 
 class Lengths:

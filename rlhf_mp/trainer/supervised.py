@@ -71,10 +71,6 @@ class SupervisedTrainer:
     def finished(self) -> bool:
         return self.step >= self.schedule.num_steps
 
-    @property
-    def finished(self) -> bool:
-        return self.step >= self.schedule.num_steps
-
     def train(self) -> None:
         """Train to the last step, or save and return at the end of a step in which a stop was requested."""
         self.log.start()

@@ -84,8 +84,7 @@ def test_a_validation_returns_what_it_found():
     made = trainer(1, [])
     found = made.evaluate()
     assert found["eval/accuracy"] == 0.75 and found["time/eval_s"] > 0
-    made.has_validation = False
-    assert made.evaluate() == {}
+    assert trainer(1, [], has_validation=False).evaluate() == {}
 
 
 @pytest.mark.parametrize(("old", "reference"), [(False, False), (True, False), (False, True), (True, True)])
