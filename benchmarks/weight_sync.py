@@ -111,7 +111,8 @@ def table(records: list[dict[str, Any]]) -> Table:
     rows = [[record.get(key) for key in COLUMNS] for record in records]
     note = (
         "Medians of whole verified swaps. 'Wait': for engines, what gathering does not hide. 'of copy': bytes into all "
-        "engines a second, against a plain copy in the same process. 'Per parameter': one HTTP call for each tensor, unverified, one engine after the other."
+        "engines a second, against a plain copy in the same process. 'Per parameter': one HTTP call for each tensor, "
+        "unverified, one engine after the other."
     )
     return Table("Weight swap", list(COLUMNS.values()), rows, note, label="transport", chart="GB/s")
 
