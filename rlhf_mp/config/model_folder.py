@@ -120,16 +120,16 @@ def _shape_problems(path: Path, config: RunConfig) -> Iterator[Problem]:
     actor = config.trained[0]
     if actor.updates.strategy == "megatron":
         yield from megatron_checks.shape_problems(actor, str(path.parent), model)
-    rollout = config.actor_rollout_ref.rollout
-    length, tp = rollout.max_model_len, rollout.tensor_model_parallel_size
+    rollout, samples = config.actor_rollout_ref.rollout, config.trainer.task == "rl"
+    key, length, what = "data.max_length", config.data.max_length, "data.max_length"
+    if samples:
+        key, length = "actor_rollout_ref.rollout.max_model_len", rollout.max_model_len
+        what = "data.max_prompt_length + data.max_response_length"
     if "max_position_embeddings" in model and length > model["max_position_embeddings"]:
         limit = model["max_position_embeddings"]
-        yield Problem(
-            "actor_rollout_ref.rollout.max_model_len",
-            length,
-            f"the model's context ends at {limit} tokens (max_position_embeddings in {path})",
-            f"data.max_prompt_length + data.max_response_length of at most {limit}",
-        )
+        reason = f"the model's context ends at {limit} tokens (max_position_embeddings in {path})"
+        yield Problem(key, length, reason, f"{what} of at most {limit}")
+    tp = rollout.tensor_model_parallel_size if samples else 1
     if "num_attention_heads" in model and model["num_attention_heads"] % tp:
         heads = model["num_attention_heads"]
         yield Problem(

@@ -6,15 +6,17 @@ A knob that is unset (``None``) because it follows from others is filled in when
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from rlhf_mp.config.algorithm import POLICY_LOSSES, SELECTING, AlgorithmConfig
+from rlhf_mp.config.dpo import DpoConfig
 from rlhf_mp.config.knob import knob, section
+from rlhf_mp.config.rollout import RolloutConfig, WeightSyncConfig
 
 
 @dataclass
 class DataConfig:
-    """Where prompts come from and how they are batched."""
+    """Where prompts and examples come from and how they are batched."""
 
     train_files: list[str] = knob([], "file or list of files: .jsonl, .parquet, or a Hugging Face dataset folder")
     train_weights: list[float] = knob(
@@ -25,7 +27,7 @@ class DataConfig:
     answer_key: str = knob("answer", "column with the reference answer, handed to the reward")
     system_prompt: str = knob("", "put before every text prompt as a system message")
     apply_chat_template: bool = knob(True, "wrap prompts in the tokenizer's chat template")
-    train_batch_size: int = knob(1024, "prompts per step", ge=1)
+    train_batch_size: int = knob(1024, "prompts per step; examples or pairs per optimizer step without rl", ge=1)
     max_prompt_length: int = knob(512, "tokens; longer prompts are dropped and counted", ge=1)
     max_response_length: int = knob(512, "tokens sampled at most", ge=1)
     filter_overlong_prompts: bool = knob(True, "drop too long prompts; false: see truncation")
@@ -39,6 +41,14 @@ class DataConfig:
     val_max_samples: int = knob(-1, "use only the first so many rows of each validation file; -1: all", ge=-1)
     cache_dir: str | None = knob(
         None, "tokenised prompts are kept here for the next start; unset: prompts/ in the run directory"
+    )
+    response_key: str = knob("response", "sft: column with the text that answers the prompt")
+    messages_key: str | None = knob(None, "sft: column with whole conversations, in place of prompt and response")
+    chosen_key: str = knob("chosen", "dpo, reward_model: column with the better response: a text, or messages")
+    rejected_key: str = knob("rejected", "dpo, reward_model: column with the worse response")
+    margin_key: str | None = knob(None, "reward_model: column that says by how much it is worse; unset: by anything")
+    max_length: int | None = knob(
+        None, "tokens of an example at most, without rl; unset: max_prompt_length + max_response_length", ge=2
     )
 
 
@@ -182,58 +192,6 @@ class RefConfig:
 
 
 @dataclass
-class ValSamplingConfig:
-    """Sampling for validation."""
-
-    n: int = knob(1, "responses per prompt", ge=1)
-    temperature: float = knob(0.0, "0: greedy", ge=0)
-    top_p: float = knob(1.0, "nucleus", gt=0, le=1)
-
-
-@dataclass
-class RolloutConfig:
-    """The SGLang engines."""
-
-    name: Literal["sglang"] = knob("sglang", "rollout engine")
-    n: int = knob(8, "responses per prompt", ge=1)
-    temperature: float = knob(1.0, "log-probs are of the distribution after temperature, here and in training", gt=0)
-    top_p: float = knob(1.0, "nucleus", gt=0, le=1)
-    top_k: int = knob(-1, "most likely tokens kept; -1: all", ge=-1)
-    reproducible: bool = knob(True, "seed every response by itself, so a resumed run samples the same tokens")
-    dtype: Literal["float32", "bfloat16"] | None = knob(None, "of the engine's weights; unset: model.dtype")
-    tensor_model_parallel_size: int = knob(1, "GPUs per engine", ge=1)
-    num_engines: int | None = knob(None, "SGLang servers; unset: ranks / tensor_model_parallel_size", ge=1)
-    gpu_memory_utilization: float = knob(0.5, "share of a GPU for weights and KV cache of the engine", gt=0, le=1)
-    max_num_seqs: int = knob(256, "responses sampled at once by one engine", ge=1)
-    max_num_batched_tokens: int = knob(8192, "tokens per prefill", ge=1)
-    max_model_len: int | None = knob(None, "context length; unset: prompt + response", ge=1)
-    max_total_tokens: int | None = knob(None, "KV cache slots per engine; unset: from memory, on CPU from need", ge=1)
-    enable_chunked_prefill: bool = knob(True, "cut long prompts")
-    enforce_eager: bool = knob(False, "no CUDA graphs")
-    cudagraph_capture_sizes: list[int] | None = knob(None, "batch sizes to capture; unset: SGLang's own", ge=1)
-    engine_args: dict[str, Any] = knob({}, "passed on to sglang.launch_server as they are")
-    startup_timeout_s: float = knob(600, "an engine that is not up by then is an error", gt=0)
-    request_timeout_s: float = knob(3600, "one group of responses may take so long", gt=0)
-    val_kwargs: ValSamplingConfig = section(ValSamplingConfig)
-
-
-@dataclass
-class WeightSyncConfig:
-    """How new weights reach the engines."""
-
-    transport: Literal["tensor", "distributed", "disk"] | None = knob(
-        None,
-        "tensor: CUDA IPC or shared memory, same host; distributed: NCCL or gloo; disk: safetensors; "
-        "unset: tensor on one machine, distributed on several",
-    )
-    bucket_mb: int = knob(256, "MB (10^6 bytes) of two buffers: one is filled while the other is sent", ge=1)
-    canary_tolerance: float | None = knob(
-        None, "largest mean difference of canary log-probs; unset: 1e-4 in float32, 0.05 in bfloat16", gt=0
-    )
-    timeout_s: float = knob(600, "one swap may take so long", gt=0)
-
-
-@dataclass
 class ActorRolloutRefConfig:
     """The policy: model, updates, reference, sampling."""
 
@@ -297,9 +255,25 @@ class RewardConfig:
 
 
 @dataclass
+class RewardModelConfig:
+    """A reward model in the loop of trainer.task=rl, scored on the training ranks."""
+
+    enable: bool = knob(False, "score responses with a reward model")
+    model: ModelConfig = section(ModelConfig)
+    fsdp_config: OffloadConfig = section(OffloadConfig)
+    coef: float = knob(1.0, "weight of its score in the reward")
+    rule_coef: float = knob(0.0, "weight of the rule reward beside it; 0: the rule reward is only logged")
+    normalize: bool = knob(False, "scores minus their running mean, divided by their running standard deviation")
+    clip: float | None = knob(None, "scores beyond this distance from 0 count as it; unset: as they are", gt=0)
+
+
+@dataclass
 class TrainerConfig:
     """The job: size, length, output."""
 
+    task: Literal["rl", "sft", "dpo", "reward_model"] = knob(
+        "rl", "reinforcement learning, fine-tuning on responses, preference optimisation, or training a reward model"
+    )
     project_name: str = knob("rlhf_mp", "first folder of the run directory")
     experiment_name: str = knob("run", "second folder of the run directory")
     default_local_dir: str | None = knob(None, "run directory; unset: runs/<project_name>/<experiment_name>")
@@ -345,6 +319,8 @@ class RunConfig:
     critic: CriticConfig = section(CriticConfig)
     algorithm: AlgorithmConfig = section(AlgorithmConfig)
     reward: RewardConfig = section(RewardConfig)
+    reward_model: RewardModelConfig = section(RewardModelConfig)
+    dpo: DpoConfig = section(DpoConfig)
     trainer: TrainerConfig = section(TrainerConfig)
 
     @property

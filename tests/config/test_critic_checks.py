@@ -132,8 +132,12 @@ def test_a_checkpoint_remembers_what_trained_it(tmp_path):
     path = write_model(tmp_path / "actor")
     words = [GAE, f"{MODEL}.path={path}", "critic.strategy=megatron"]
     assert trained_facts(config_from_dict({}, words)) == {
+        "trainer.task": "rl",
         "actor_rollout_ref.actor.strategy": "deepspeed",
         "critic.strategy": "megatron",
         "critic.model": {"vocab_size": 96, "hidden_size": 64},
     }
-    assert list(trained_facts(config_from_dict({}, words[1:2]))) == ["actor_rollout_ref.actor.strategy"]
+    assert trained_facts(config_from_dict({}, words[1:2])).keys() == {
+        "trainer.task",
+        "actor_rollout_ref.actor.strategy",
+    }

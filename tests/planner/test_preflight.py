@@ -57,8 +57,12 @@ def knobs(text):
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_config_in_the_repository_is_planned(path, folder):
     overrides = [] if "7b" in path.stem else [f"actor_rollout_ref.model.path={folder}"]
-    plan = plan_of(load_config(path, overrides), H100)
-    assert {moment.phase for moment in plan.moments} == set(Phase)
+    config = load_config(path, overrides)
+    if config.reward_model.enable:
+        config.reward_model.model.path = str(folder)
+    plan = plan_of(config, H100)
+    phases = {"rl": set(Phase), "dpo": {Phase.score, Phase.train}, "sft": {Phase.train}, "reward_model": {Phase.train}}
+    assert {moment.phase for moment in plan.moments} == phases[config.trainer.task]
     assert plan.peak > 0
 
 
