@@ -56,7 +56,19 @@ class RunCheckpoints:
         Raises:
             CheckpointError: it could not be written.
         """
-        folder = checkpoint.folder_of(self.run_dir, trainer.step)
+        self.write(trainer, checkpoint.folder_of(self.run_dir, trainer.step))
+        if self.ranks.rank == 0:
+            for place in checkpoint.set_aside_later(self.run_dir, trainer.step):
+                self.say(f"set aside as {place}: this run did not continue from it")
+            checkpoint.remove_old(self.run_dir, self.keep, spare=trainer.best.step if trainer.best else None)
+        self.ranks.barrier()
+
+    def write(self, trainer: Trainer, folder: Path) -> None:
+        """Collective. One checkpoint, anywhere; what was at ``folder`` goes when the new one is whole.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
         if self.ranks.rank == 0:
             checkpoint.start(folder)
         self.ranks.barrier()
@@ -70,11 +82,7 @@ class RunCheckpoints:
             self.ranks.barrier()
             if self.ranks.rank == 0:
                 checkpoint.finish(folder, self._state(trainer))
-        if self.ranks.rank == 0:
-            for place in checkpoint.set_aside_later(self.run_dir, trainer.step):
-                self.say(f"set aside as {place}: this run did not continue from it")
-            checkpoint.remove_old(self.run_dir, self.keep, spare=trainer.best.step if trainer.best else None)
-            self.say(f"checkpoint {folder}")
+                self.say(f"checkpoint {folder}")
         self.ranks.barrier()
 
     def _state(self, trainer: Trainer) -> dict[str, Any]:
@@ -94,9 +102,24 @@ class RunCheckpoints:
             CheckpointError: the only ones there are damaged, or of another model or number of ranks.
         """
         found = self.ranks.broadcast(self._choose() if self.ranks.rank == 0 else None)
-        if found is None:
-            return
-        folder, state = found
+        if found is not None:
+            self._load(trainer, *found)
+
+    def read(self, trainer: Trainer, folder: Path) -> None:
+        """Collective. Continue from one checkpoint, anywhere.
+
+        Raises:
+            CheckpointError: it is damaged, or of another model or number of ranks.
+        """
+        state = checkpoint.read_state(folder, checksums=self.ranks.rank == 0)  # every byte is read by one rank
+        self._require_fit(folder, state)
+        self._load(trainer, folder, state)
+
+    def _require_fit(self, folder: Path, state: dict[str, Any]) -> None:
+        if reasons := list(checkpoint.misfits(state, self.identity, self.ranks.num_ranks, self.trained)):
+            raise CheckpointError(f"{folder} {'; '.join(reasons)}\n    fix: trainer.experiment_name=<new name>")
+
+    def _load(self, trainer: Trainer, folder: Path, state: dict[str, Any]) -> None:
         for name, engine in trainer.trained.items():
             engine.load(folder / name)
         torch.set_rng_state(torch.load(folder / f"rng_{self.ranks.rank}.pt", weights_only=True))
@@ -118,8 +141,7 @@ class RunCheckpoints:
                 damaged.append(str(error))
                 self.say(f"damaged checkpoint {folder.name} is not used: {error}")
                 continue
-            if reasons := list(checkpoint.misfits(state, self.identity, self.ranks.num_ranks, self.trained)):
-                raise CheckpointError(f"{folder} {'; '.join(reasons)}\n    fix: trainer.experiment_name=<new name>")
+            self._require_fit(folder, state)
             return folder, state
         if damaged:
             fix = "trainer.resume_mode=disable starts from the beginning"

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -39,6 +40,8 @@ class Swap(Protocol):
 class Checkpoints(Protocol):
     def save(self, trainer: "Trainer") -> None: ...
     def load_newest(self, trainer: "Trainer") -> None: ...
+    def write(self, trainer: "Trainer", folder: Path) -> None: ...
+    def read(self, trainer: "Trainer", folder: Path) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,22 @@ class Trainer:
     def resume(self) -> None:
         """Continue where the newest checkpoint stands, if there is one."""
         self.checkpoints.load_newest(self)
+
+    def save_checkpoint(self, path: str | Path) -> None:
+        """Collective, after a step. Everything that the next one depends on, in a folder that this run never removes.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        self.checkpoints.write(self, Path(path))
+
+    def load_checkpoint(self, path: str | Path) -> None:
+        """Collective, before ``train``. Continue from such a folder, or from one of a run's own checkpoints.
+
+        Raises:
+            CheckpointError: it is damaged, or of another model, backend or number of ranks.
+        """
+        self.checkpoints.read(self, Path(path))
 
     def state_dict(self) -> dict[str, Any]:
         """What decides the next step beside the models: the place in the data, and what has been seen of it."""

@@ -40,9 +40,9 @@ def trajectories(step: int, vocab: int) -> list[Trajectory]:
     return made
 
 
-def run_config(actor: str, critic: str, backend: dict[str, Any], num_ranks: int, knobs: Knobs) -> RunConfig:
+def run_config(actor: str, critic: str, backends: dict[str, Any], num_ranks: int, knobs: Knobs) -> RunConfig:
     optim = knobs.optim | {"betas": list(knobs.optim["betas"])}
-    trained = backend | {"optim": optim, "grad_clip": knobs.grad_clip, "ppo_max_token_len_per_gpu": 26}
+    trained = {"optim": optim, "grad_clip": knobs.grad_clip, "ppo_max_token_len_per_gpu": 26}
     return config_from_dict(
         {
             "data": {"train_batch_size": 4, "max_prompt_length": 4, "max_response_length": 8},
@@ -52,14 +52,14 @@ def run_config(actor: str, critic: str, backend: dict[str, Any], num_ranks: int,
             },
             "actor_rollout_ref": {
                 "model": {"path": actor, "dtype": "float32", "enable_gradient_checkpointing": False},
-                "actor": trained | {
+                "actor": trained | backends["actor"] | {
                     "ppo_mini_batch_size": knobs.groups_per_minibatch, "ppo_epochs": knobs.actor_epochs,
                     "clip_ratio": knobs.clip, "entropy_coeff": knobs.entropy, "use_kl_loss": True,
                     "kl_loss_coef": knobs.loss_kl,
                 },
                 "rollout": {"temperature": knobs.temperature, "n": 2},
             },
-            "critic": trained | {
+            "critic": trained | backends["critic"] | {
                 "model": {"path": critic}, "ppo_epochs": knobs.critic_epochs, "cliprange_value": knobs.value_clip,
                 "forward_max_token_len_per_gpu": 40,
             },
@@ -111,11 +111,11 @@ def make_trainer(config: RunConfig, vocab: int) -> Trainer:
     )
 
 
-def main(folder: str, backend: str) -> None:
+def main(folder: str, backends: str) -> None:
     """Reads ``folder/actor`` and ``folder/critic``; writes ``folder/report.json``."""
     knobs, num_ranks = Knobs(), int(os.environ["WORLD_SIZE"])
     actor, critic = f"{folder}/actor", f"{folder}/critic"
-    config = run_config(actor, critic, json.loads(backend), num_ranks, knobs)
+    config = run_config(actor, critic, json.loads(backends), num_ranks, knobs)
     join_ranks(config, CPU)
     reference = Reference(actor, critic, knobs)
     trainer = make_trainer(config, reference.actor.config.vocab_size)

@@ -18,20 +18,23 @@ WORKER = Path(__file__).with_name("ppo_worker.py")
 TOLERANCE = 1e-5
 ZERO3 = {"deepspeed": {"param_persistence_threshold": 0}}
 OFFLOADED = ZERO3 | {"fsdp_config": {"param_offload": True, "optimizer_offload": True}}
-MEGATRON = {"strategy": "megatron"}
+TP2, PP2 = ({"strategy": "megatron", "megatron": {f"{kind}_model_parallel_size": 2}} for kind in ("tensor", "pipeline"))
 BACKENDS = {
-    "torch": (1, {"strategy": "torch"}),
-    "DeepSpeed, 1 rank": (1, ZERO3),
-    "DeepSpeed, 2 ranks": (2, OFFLOADED),
-    "Megatron TP2": (2, MEGATRON | {"megatron": {"tensor_model_parallel_size": 2}}),
-    "Megatron PP2": (2, MEGATRON | {"megatron": {"pipeline_model_parallel_size": 2}}),
+    "torch": (1, {"strategy": "torch"}, {"strategy": "torch"}),
+    "DeepSpeed, 1 rank": (1, ZERO3, ZERO3),
+    "DeepSpeed, 2 ranks": (2, OFFLOADED, OFFLOADED),
+    "Megatron TP2": (2, TP2, TP2),
+    "Megatron PP2": (2, PP2, PP2),
+    "DeepSpeed actor, Megatron TP2 critic": (2, ZERO3, TP2),
+    "Megatron PP2 actor, DeepSpeed critic": (2, PP2, {"strategy": "deepspeed"} | OFFLOADED),
 }
+"""Ranks, and the backends of actor and critic."""
 
 
 @pytest.fixture(scope="module", params=BACKENDS)
 def report(request, tmp_path_factory) -> dict:
-    num_ranks, backend = BACKENDS[request.param]
-    if backend.get("strategy") == "megatron" and find_spec("mbridge") is None:
+    num_ranks, actor, critic = BACKENDS[request.param]
+    if "Megatron" in request.param and find_spec("mbridge") is None:
         pytest.skip("Megatron is not installed")
     folder = tmp_path_factory.mktemp("ppo")
     make_checkpoint(folder / "actor", character_tokenizer("0123456789+= "), TinyShape(64, 2, 4, 2, 16), std=0.1)
@@ -39,7 +42,7 @@ def report(request, tmp_path_factory) -> dict:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_ENV}
     done = subprocess.run(
-        [*launch, str(WORKER), str(folder), json.dumps(backend)],
+        [*launch, str(WORKER), str(folder), json.dumps({"actor": actor, "critic": critic})],
         env=environment | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(WORKER.parents[2])},
         capture_output=True,
         text=True,

@@ -111,6 +111,13 @@ class Checkpoints:
     def load_newest(self, trainer):
         trainer.step = self.step
 
+    def write(self, trainer, folder):
+        self.events.append(("write", trainer.step, folder.name))
+
+    def read(self, trainer, folder):
+        self.events.append(("read", folder.name))
+        trainer.step = int(folder.name)
+
 
 class Sink:
     def __init__(self):

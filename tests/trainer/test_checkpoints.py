@@ -83,6 +83,21 @@ def test_a_run_continues_where_its_newest_checkpoint_stands(tmp_path):
     assert said == [f"resumed from {checkpoint.folder_of(tmp_path, 6)} at step 6"]
 
 
+def test_a_checkpoint_may_lie_anywhere_and_is_never_removed(tmp_path):
+    made = checkpoints(tmp_path / "run")
+    made.write(trainer(7, weight=107), tmp_path / "mine")
+    save(tmp_path / "run", 1, 2, 3, 4)
+    fresh = trainer()
+    made.read(fresh, tmp_path / "mine")
+    assert (fresh.step, fresh.actor.weight, fresh.critic.weight) == (7, 107, -107)
+    assert steps(tmp_path / "run") == [4, 3]
+    with pytest.raises(CheckpointError, match="of another model"):
+        checkpoints(tmp_path / "run", identity=MODEL | {"hidden_size": 32}).read(trainer(), tmp_path / "mine")
+    (tmp_path / "mine" / "actor" / "rank_0").write_text("108")
+    with pytest.raises(CheckpointError, match="has changed since"):
+        made.read(trainer(), tmp_path / "mine")
+
+
 def test_random_numbers_continue_too(tmp_path):
     torch.manual_seed(1)
     save(tmp_path, 3)

@@ -52,6 +52,17 @@ def test_a_resumed_run_repeats_no_step_and_no_first_validation():
     ]  # fmt: skip
 
 
+def test_checkpoints_at_places_of_ones_own(tmp_path):
+    events = []
+    made = trainer(4, events)
+    made.load_checkpoint(tmp_path / "3")
+    made.train()
+    made.save_checkpoint(str(tmp_path / "end"))
+    assert [event for event in events if event[0] in ("read", "fetch", "write")] == [
+        ("read", "3"), ("fetch", 3), ("write", 4, "end"),
+    ]  # fmt: skip
+
+
 def test_a_run_that_is_done_does_nothing_more():
     events = []
     made = trainer(4, events, resumed_at=4)
