@@ -1,4 +1,5 @@
 # make demo     set up, prepare the small model, run the quickstart
+# make rlhf-demo  set up, then fine-tuning, a reward model and PPO against it; STRATEGY=megatron: on Megatron
 # make test     set up, run all tests
 # make setup    only the environment
 # PIP_FLAGS     e.g. --extra-index-url https://download.pytorch.org/whl/cpu where plain torch is the CUDA build
@@ -12,7 +13,9 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FL
 IN_VENV := PATH="$(abspath $(BIN)):$$PATH" TORCH_EXTENSIONS_DIR="$(abspath $(VENV)/torch_extensions)"
 ON_CPU := DS_ACCELERATOR=cpu OMP_NUM_THREADS=1
 
-.PHONY: setup demo test
+.PHONY: setup demo rlhf-demo test
+
+STRATEGY ?= deepspeed
 
 setup:
 	@$(MAKE) --no-print-directory -j3 $(VENV)/ready
@@ -40,6 +43,9 @@ $(VENV)/op-%: $(VENV)/deepspeed
 demo: setup
 	$(IN_VENV) python -m rlhf_mp.quickstart
 	$(IN_VENV) deepspeed --num_gpus 2 launch/train.py --config configs/quickstart.yaml
+
+rlhf-demo: setup
+	$(IN_VENV) $(ON_CPU) python -m rlhf_mp.rlhf_demo --out runs/rlhf_demo_$(STRATEGY) --strategy $(STRATEGY)
 
 test: setup
 	$(IN_VENV) $(ON_CPU) python -m pytest $(ARGS)

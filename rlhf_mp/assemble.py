@@ -37,9 +37,10 @@ from rlhf_mp.planner.preflight import plan_of, this_machine
 from rlhf_mp.planner.term import Role
 from rlhf_mp.rollout.sglang_client import EngineControl
 from rlhf_mp.train.base import Scorer, TrainEngine
-from rlhf_mp.train.build import make_actor, make_critic, make_reference, policy_head
+from rlhf_mp.train.build import make_actor, make_critic, make_reference, make_reward_scorer, trained_head
 from rlhf_mp.trainer.best import Best
 from rlhf_mp.trainer.checkpoints import RunCheckpoints
+from rlhf_mp.trainer.reward_model import RewardModel
 from rlhf_mp.trainer.trainer import Schedule, Trainer
 from rlhf_mp.weights.base import Transport, WeightSync
 from rlhf_mp.weights.buckets import Packer
@@ -56,7 +57,7 @@ class Job:
 
     config: RunConfig
     ranks: Ranks
-    services: Services
+    services: Services | None  # None for tasks that sample nothing
     device: torch.device
     guard: Guard
     stop_request: StopRequest
@@ -95,6 +96,7 @@ def make_trainer(job: Job) -> Trainer:
         watch=lambda phase: watched(job, phase, memory, footprint),
         memory=lambda: memory.metrics() | (footprint.metrics() if footprint else {}),
         has_validation=facts.num_validation > 0,
+        reward_model=make_reward_model(job, actor) if job.config.reward_model.enable else None,
         packed=job.config.actor_rollout_ref.model.use_remove_padding,
         sum_over_ranks=lambda x: job.ranks.sum(x, counts=actor.layout.is_output_rank),
         counts=actor.layout.is_output_rank,
@@ -110,6 +112,11 @@ def make_trainer(job: Job) -> Trainer:
         print(*facts.notes, sep="\n", end="\n" if facts.notes else "")
         trainer.log.sinks = make_sinks(job, num_steps, trainer.step)
     return trainer
+
+
+def make_reward_model(job: Job, actor: TrainEngine) -> RewardModel:
+    scorer, counts = make_reward_scorer(job.config, job.device), actor.layout.is_output_rank
+    return RewardModel(scorer, job.config.reward_model, job.ranks.sum, counts=counts)
 
 
 @contextmanager
@@ -200,10 +207,10 @@ def make_checkpoints(job: Job, trained: dict[str, TrainEngine]) -> RunCheckpoint
 
 
 def export(job: Job, trained: dict[str, TrainEngine], folder: Path) -> None:
-    """Collective. Write the actor as a Hugging Face checkpoint, and the critic beside it."""
+    """Collective. Write the trained model as a Hugging Face checkpoint, and the critic beside it."""
     config = job.config
     sources = {
-        "actor": (config.actor_rollout_ref.model, policy_head(config), folder),
+        "actor": (config.actor_rollout_ref.model, trained_head(config), folder),
         "critic": (config.critic.model, ValueHead(), folder.with_name(f"{folder.name}_critic")),
     }
     for name, engine in trained.items():

@@ -3,8 +3,9 @@
   python -m rlhf_mp.quickstart [--out runs/quickstart]
 
 Makes a tokenizer (one token per character), a Qwen3-shaped model, the 10,000 additions of two two-digit numbers as
-jsonl (500 held out), and fine-tunes the model until it has begun to understand. Answers are written with their digits
-reversed ("27+45=" -> "270"), so that a model this small can carry as it goes.
+jsonl (500 held out), pairs of a right and a wrong answer to each, and fine-tunes the model until it has begun to
+understand. Answers are written with their digits reversed ("27+45=" -> "270"), so that a model this small can carry as
+it goes.
 """
 
 import argparse
@@ -16,9 +17,10 @@ from pathlib import Path
 
 import torch
 
+from rlhf_mp.algorithms.supervised import fine_tuning_loss
 from rlhf_mp.config.schema import ActorConfig, OptimConfig
 from rlhf_mp.data.collate import collate
-from rlhf_mp.data.types import PolicyOutput, TokenBatch, Totals, Trajectory
+from rlhf_mp.data.types import TokenBatch, Totals, Trajectory
 from rlhf_mp.models.heads import PolicyHead
 from rlhf_mp.models.hf import PreTrainedTokenizerBase, load_causal_lm, load_tokenizer
 from rlhf_mp.models.tiny import character_tokenizer, make_checkpoint
@@ -28,6 +30,7 @@ from rlhf_mp.train.torch_engine import TorchEngine
 CHARACTERS = "0123456789+="
 NUM_HELD_OUT = 500
 START, CEILING = 0.30, 0.50  # held-out accuracy to hand over to reinforcement learning with
+WRONG_ANSWERS = 4  # to each problem
 BATCH, MAX_STEPS, CHECK_EVERY = 256, 2000, 10
 LEARNING_RATE = 1e-3
 
@@ -49,11 +52,25 @@ def batch_of(rows: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> 
     return collate(examples)
 
 
-def cross_entropy(
-    output: PolicyOutput, batch: TokenBatch, totals: Totals
-) -> tuple[torch.Tensor, dict[str, tuple[torch.Tensor, torch.Tensor]]]:
-    loss = -(output.logprobs * batch.mask).sum() / totals.num_tokens
-    return loss, {"loss": (loss, torch.ones(()))}
+def preferences(rows: list[dict[str, str]], seed: int) -> list[dict[str, str]]:
+    """Every problem with its right answer and wrong ones: a digit changed (twice as often), missing, or too many."""
+    draw = random.Random(seed)
+
+    def wrong(answer: str) -> str:
+        place, digit = draw.randrange(3), draw.choice("0123456789")
+        kinds = [answer[:place] + answer[place + 1 :], answer[:place] + digit + answer[place:]]
+        other = draw.choice([d for d in "0123456789" if d != answer[place]])
+        return draw.choice([*kinds, *[answer[:place] + other + answer[place + 1 :]] * 2])
+
+    return [
+        {"prompt": row["prompt"], "chosen": row["answer"], "rejected": wrong(row["answer"])}
+        for row in rows
+        for _ in range(WRONG_ANSWERS)
+    ]
+
+
+def write_rows(path: Path, rows: list[dict[str, str]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 @torch.no_grad()
@@ -79,7 +96,7 @@ def warm_start(out: Path, seed: int) -> float:
     generator = random.Random(seed)
     for step in range(1, MAX_STEPS + 1):
         micro_batch = train.select(generator.sample(range(len(train.tokens)), BATCH))
-        engine.train_step([micro_batch], Totals(int(micro_batch.mask.sum()), BATCH), cross_entropy)
+        engine.train_step([micro_batch], Totals(int(micro_batch.mask.sum()), BATCH), fine_tuning_loss("token-mean"))
         if step % CHECK_EVERY == 0 and (reached := accuracy(engine, held_out)) >= START:
             if reached > CEILING:
                 raise RuntimeError(f"warm start jumped to {reached:.3f} at step {step}; choose another --seed")
@@ -94,7 +111,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     done = args.out / "prepared.json"
-    wanted = {"seed": args.seed}
+    wanted = {"seed": args.seed, "files": ["train", "val", "train_pairs", "val_pairs"]}
     if done.exists() and json.loads(done.read_text()) == wanted:
         print(f"{args.out}: already prepared")
         return
@@ -103,7 +120,8 @@ def main(argv: list[str]) -> None:
     make_checkpoint(args.out / "model", character_tokenizer(CHARACTERS), seed=args.seed)
     rows = problems(args.seed)
     for name, part in {"val": rows[:NUM_HELD_OUT], "train": rows[NUM_HELD_OUT:]}.items():
-        (args.out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+        write_rows(args.out / f"{name}.jsonl", part)
+        write_rows(args.out / f"{name}_pairs.jsonl", preferences(part, args.seed))
     reached = warm_start(args.out, args.seed)
     done.write_text(json.dumps(wanted))
     print(f"{args.out}: warm start right on {reached:.1%} of held-out problems, {time.monotonic() - start:.0f} s")

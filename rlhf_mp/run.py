@@ -85,6 +85,7 @@ def start_and(work: Callable[["Job", "Trainer"], None], config: RunConfig, info:
         os.environ["DS_ACCELERATOR"] = "cpu"  # otherwise DeepSpeed looks for a GPU and warns that there is none
 
     from rlhf_mp.assemble import Job, make_trainer
+    from rlhf_mp.assemble_supervised import make_supervised_trainer
     from rlhf_mp.cluster.placement import place
     from rlhf_mp.cluster.ranks import Ranks, check_shared
     from rlhf_mp.cluster.services import Here, Services
@@ -106,14 +107,17 @@ def start_and(work: Callable[["Job", "Trainer"], None], config: RunConfig, info:
     ranks = Ranks(info.rank, info.world_size)
     if info.several_hosts:
         check_shared(guard.run_dir, ranks)
-    services = Services(
-        config,
-        place(config, on_cpu),
-        ranks,
-        Here(info, address, guard.tmp),
-        guard.run_dir / "logs",
-        on_end=lambda what, how, log: leave(guard, EXIT_FAILED, what, how, log, witnessed=True),
-    )
+    samples = config.trainer.task == "rl"
+    services = None
+    if samples:
+        services = Services(
+            config,
+            place(config, on_cpu),
+            ranks,
+            Here(info, address, guard.tmp),
+            guard.run_dir / "logs",
+            on_end=lambda what, how, log: leave(guard, EXIT_FAILED, what, how, log, witnessed=True),
+        )
     job = Job(
         config,
         ranks,
@@ -123,8 +127,9 @@ def start_and(work: Callable[["Job", "Trainer"], None], config: RunConfig, info:
         stop_request=StopRequest(guard.run_dir, info.rank == 0, ranks.broadcast),
         on_hang=lambda message: leave(guard, EXIT_FAILED, f"rank {info.rank}", message, guard.log),
     )
-    work(job, make_trainer(job))
-    services.stop()
+    work(job, make_trainer(job) if samples else make_supervised_trainer(job))
+    if services is not None:
+        services.stop()
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -12,11 +12,12 @@ BATCH, MAX_STEPS, ACCURACY = 32, 500, 0.3
 
 def warm_start(model: Path) -> None:
     """Fine-tune until some answers are right: equal rewards in every group would leave nothing to learn from."""
+    from rlhf_mp.algorithms.supervised import fine_tuning_loss
     from rlhf_mp.config.schema import ActorConfig, OptimConfig
     from rlhf_mp.data.types import Totals
     from rlhf_mp.models.heads import PolicyHead
     from rlhf_mp.models.hf import load_causal_lm, load_tokenizer
-    from rlhf_mp.quickstart import accuracy, batch_of, cross_entropy
+    from rlhf_mp.quickstart import accuracy, batch_of
     from rlhf_mp.train.accumulate import ForwardSettings
     from rlhf_mp.train.torch_engine import TorchEngine
 
@@ -29,7 +30,7 @@ def warm_start(model: Path) -> None:
         if accuracy(engine, batch) >= ACCURACY:
             engine.module.save_pretrained(model)
             return
-        engine.train_step([batch], totals, cross_entropy)
+        engine.train_step([batch], totals, fine_tuning_loss("token-mean"))
     raise RuntimeError(f"accuracy {ACCURACY} not reached in {MAX_STEPS} steps")
 
 

@@ -27,7 +27,7 @@ LAYERS = [
     "observe rewards train rollout weights environments",
     "cluster",
     "trainer",
-    "assemble run quickstart episode_quickstart",
+    "assemble assemble_supervised run quickstart episode_quickstart rlhf_demo",
     "launch benchmarks",
 ]
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names.split()}
@@ -61,6 +61,7 @@ PROTOCOLS = [
     ("weights/base.py", "Transport", "weights/distributed.py", "DistributedTransport"),
     ("weights/base.py", "Transport", "weights/disk.py", "DiskTransport"),
     ("trainer/trainer.py", "Rollouts", "cluster/client.py", "RolloutClient"),
+    ("trainer/supervised.py", "Batches", "data/batches.py", "Batches"),
     ("trainer/trainer.py", "Swap", "weights/swap.py", "VerifiedSwap"),
     ("trainer/trainer.py", "Checkpoints", "trainer/checkpoints.py", "RunCheckpoints"),
     ("trainer/checkpoints.py", "Ranks", "cluster/ranks.py", "Ranks"),

@@ -48,12 +48,13 @@ def checkpoint_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def trained_facts(config: RunConfig) -> dict[str, Any]:
-    """What a checkpoint of this run can be continued with: each model's backend, and the critic's shapes.
+    """What a checkpoint of this run can be continued with: the task, each model's backend, the critic's shapes.
 
     Raises:
         OSError, ValueError: the critic's config.json cannot be read.
     """
     facts: dict[str, Any] = {f"{trained.key}.strategy": trained.updates.strategy for trained in config.trained}
+    facts["trainer.task"] = config.trainer.task
     if config.critic.enable:
         facts["critic.model"] = checkpoint.model_identity(Path(config.critic.model.path))
     return facts

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 from importlib.util import find_spec
 
-from rlhf_mp.config import algorithm_checks, backend_checks, critic_checks, data_checks
+from rlhf_mp.config import algorithm_checks, backend_checks, critic_checks, data_checks, task_checks
 from rlhf_mp.config.multi_turn_checks import multi_turn_problems
 from rlhf_mp.config.reward_checks import reward_problems, written_reward_problems
 from rlhf_mp.config.schema import ActorConfig, RunConfig
@@ -26,6 +26,7 @@ def written_problems(config: RunConfig, given: AbstractSet[str]) -> Iterator[Pro
     yield from backend_checks.written_problems(config, given)
     yield from data_checks.written_problems(config)
     yield from written_reward_problems(config.reward)
+    yield from task_checks.written_problems(config, given)
     trainer = config.trainer
     if config.data.system_prompt and not config.data.apply_chat_template:
         yield Problem(
@@ -56,13 +57,17 @@ def _written_actor_problems(config: RunConfig) -> Iterator[Problem]:
 
 def cross_problems(config: RunConfig) -> Iterator[Problem]:
     """Rules that need two knobs of a config whose derived knobs are filled in."""
-    yield from _batch_problems(config)
-    yield from algorithm_checks.algorithm_problems(config)
+    if config.trainer.task == "rl":
+        yield from _batch_problems(config)
+        yield from _engine_problems(config)
+        yield from algorithm_checks.algorithm_problems(config)
+        yield from task_checks.reward_model_problems(config)
+    else:
+        yield from task_checks.without_rl_problems(config)
     yield from _length_problems(config)
     yield from _actor_problems(config)
     yield from backend_checks.backend_problems(config)
     yield from critic_checks.critic_problems(config)
-    yield from _engine_problems(config)
     yield from _trainer_problems(config)
     yield from data_checks.data_problems(config)
     yield from reward_problems(config)
@@ -91,17 +96,19 @@ def _batch_problems(config: RunConfig) -> Iterator[Problem]:
 
 def _length_problems(config: RunConfig) -> Iterator[Problem]:
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    longest = config.data.max_prompt_length + config.data.max_response_length
+    longest = config.data.max_length
     what = f"data.max_prompt_length + data.max_response_length = {longest}"
     if actor.use_dynamic_bsz:
+        together = task_checks.sequences_per_example(config.trainer.task) * longest
+        reason = (
+            f"a pair may be longer, twice {longest}" if together > longest else f"one sequence may be longer: {what}"
+        )
         for name in ("ppo_max_token_len_per_gpu", "log_prob_max_token_len_per_gpu"):
-            if getattr(actor, name) < longest:
-                yield Problem(
-                    f"{ACTOR}.{name}",
-                    getattr(actor, name),
-                    f"one sequence may be longer: {what}",
-                    f"{ACTOR}.{name}={longest}, or shorter sequences",
-                )
+            if getattr(actor, name) < together:
+                fix = f"{ACTOR}.{name}={together}, or shorter sequences"
+                yield Problem(f"{ACTOR}.{name}", getattr(actor, name), reason, fix)
+    if config.trainer.task != "rl":
+        return
     if rollout.max_model_len < longest:
         yield Problem(
             f"{ROLLOUT}.max_model_len",

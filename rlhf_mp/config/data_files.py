@@ -1,5 +1,6 @@
-"""Do the files with prompts exist, parse and have the columns? Of JSON the beginning is read; of binary formats the
-schema. The rest is checked, line by line too, when the prompts are tokenised.
+"""Do the data files exist, parse and have the columns? Of JSON the beginning is read; of binary formats the schema.
+
+The rest is checked, line by line too, when the rows are tokenised.
 """
 
 import json
@@ -9,7 +10,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import BinaryIO
 
-from rlhf_mp.config.schema import DataConfig
+from rlhf_mp.config.row_rules import RowRules, rules_of
+from rlhf_mp.config.schema import RunConfig
 from rlhf_mp.errors import Absent, Problem
 
 PARSED_BYTES = 32_000_000  # of each JSON file before anything starts: under a second
@@ -24,12 +26,13 @@ class Contents:
     problems: list[Problem]
 
 
-def data_problems(data: DataConfig) -> Iterator[Problem]:
+def data_problems(config: RunConfig) -> Iterator[Problem]:
     """Everything wrong with the training and validation files."""
+    data, rules = config.data, rules_of(config.data, config.trainer.task)
     if not data.train_files:
         yield Problem("data.train_files", [], "there is nothing to train on", "data.train_files=<train.jsonl>")
-    train = [inspect(Path(name), "train_files", data) for name in data.train_files]
-    val = [inspect(Path(name), "val_files", data) for name in data.val_files]
+    train = [inspect(Path(name), "train_files", rules) for name in data.train_files]
+    val = [inspect(Path(name), "val_files", rules) for name in data.val_files]
     for file in [*train, *val]:
         yield from file.problems
     rows = sum(file.rows for file in train)
@@ -37,16 +40,17 @@ def data_problems(data: DataConfig) -> Iterator[Problem]:
         yield Problem(
             "data.train_batch_size",
             data.train_batch_size,
-            f"data.train_files hold only {rows} prompts, less than one step needs",
+            f"data.train_files hold only {rows} rows, less than one step needs",
             f"data.train_batch_size={rows} or less, or more data",
         )
 
 
-def inspect(path: Path, knob: str, data: DataConfig) -> Contents:
+def inspect(path: Path, knob: str, rules: RowRules) -> Contents:
     """One file or dataset folder.
 
     Args:
         knob: which knob of ``data`` names it.
+        rules: what its rows must hold.
     """
     key = f"data.{knob}"
     if not path.exists():
@@ -54,11 +58,11 @@ def inspect(path: Path, knob: str, data: DataConfig) -> Contents:
         return Contents(0, [Absent(key, str(path), "there is no such file", fix)])
     try:
         if path.is_dir():
-            found = _folder(path, knob, data)
+            found = _folder(path, knob, rules)
         elif path.suffix == ".parquet":
-            found = _parquet(path, data)
+            found = _parquet(path, rules)
         elif path.suffix == ".jsonl":
-            found = _jsonl(path, data)
+            found = _jsonl(path, rules)
         else:
             return Contents(0, [_unknown_format(path, key)])
     except (OSError, ValueError) as error:  # pyarrow's errors are ValueErrors
@@ -78,9 +82,8 @@ def _unknown_format(path: Path, key: str) -> Problem:
     )
 
 
-def _jsonl(path: Path, data: DataConfig) -> Contents:
+def _jsonl(path: Path, rules: RowRules) -> Contents:
     rows, problems = 0, []
-    wanted = wanted_columns(data)
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
@@ -92,10 +95,10 @@ def _jsonl(path: Path, data: DataConfig) -> Contents:
             if problem is None:
                 rows += 1
                 if rows == 1:
-                    absent = list(_absent_columns(wanted, row.keys(), where))
+                    absent = list(_absent_columns(rules.columns, row.keys(), where))
                     if absent:
                         return Contents(rows, absent)
-                problem = _row_problem(row, where, data)
+                problem = rules.problem(row, where)
             if problem is not None:
                 problems.append(problem)
                 if len(problems) == MAX_PROBLEMS_PER_FILE:
@@ -108,16 +111,6 @@ def _count_lines(file: BinaryIO) -> int:
     return sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(1 << 20), b""))
 
 
-def wanted_columns(data: DataConfig) -> dict[str, str]:
-    """The columns that rows must have, by the knob that names them."""
-    wanted = {"prompt_key": data.prompt_key, "answer_key": data.answer_key}
-    if data.curriculum_key is not None:
-        wanted["curriculum_key"] = data.curriculum_key
-    if data.reward_fn_key:
-        wanted["reward_fn_key"] = data.reward_fn_key
-    return wanted
-
-
 def _parse(line: bytes, where: str) -> tuple[dict, Problem | None]:
     shown = line[:60].decode(errors="replace").rstrip()
     try:
@@ -127,49 +120,34 @@ def _parse(line: bytes, where: str) -> tuple[dict, Problem | None]:
     except UnicodeDecodeError:
         return {}, Problem(where, shown, "not UTF-8", "save the file as UTF-8")
     if not isinstance(row, dict):
-        fix = 'one object a line: {"prompt": ..., "answer": ...}'
+        fix = 'one object a line: {"prompt": ..., ...}'
         return {}, Problem(where, shown, f"a {type(row).__name__}, not an object", fix)
     return row, None
 
 
-def _row_problem(row: dict, where: str, data: DataConfig) -> Problem | None:
-    for key in wanted_columns(data).values():
-        if key not in row:
-            return Problem(where, sorted(row), f"this line has no {key!r}, others have", "add it, or remove the line")
-    prompt, answer = row[data.prompt_key], row[data.answer_key]
-    if not isinstance(answer, str | int | float):
-        return Problem(where, answer, f"{data.answer_key!r} must be a text or a number", "correct or remove the line")
-    if isinstance(prompt, list) and prompt and not data.apply_chat_template:
-        return Problem(where, prompt, "chat messages need a chat template", "data.apply_chat_template=true")
-    if not prompt or not isinstance(prompt, str | list):
-        reason = f"{data.prompt_key!r} must be a text or a list of chat messages, and not empty"
-        return Problem(where, prompt, reason, "correct or remove the line")
-    return None
-
-
-def _parquet(path: Path, data: DataConfig) -> Contents:
+def _parquet(path: Path, rules: RowRules) -> Contents:
     from pyarrow import parquet  # half a second, and only some runs need it
 
     with parquet.ParquetFile(path) as file:
-        return _table(path, file.schema_arrow.names, file.metadata.num_rows, data)
+        return _table(path, file.schema_arrow.names, file.metadata.num_rows, rules)
 
 
-def _folder(path: Path, knob: str, data: DataConfig) -> Contents:
+def _folder(path: Path, knob: str, rules: RowRules) -> Contents:
     """A dataset written by ``save_to_disk``, or the .jsonl and .parquet files right in the folder."""
     if (path / "dataset_dict.json").is_file():
         splits = json.loads((path / "dataset_dict.json").read_text())["splits"]
         reason = f"holds several datasets: {', '.join(splits)}"
         return Contents(0, [Problem(f"data.{knob}", str(path), reason, f"data.{knob}={path / splits[0]}")])
     if (path / "state.json").is_file():
-        return _saved_dataset(path, data)
-    parts = [inspect(part, knob, data) for part in sorted(path.iterdir()) if part.suffix in (".jsonl", ".parquet")]
+        return _saved_dataset(path, rules)
+    parts = [inspect(part, knob, rules) for part in sorted(path.iterdir()) if part.suffix in (".jsonl", ".parquet")]
     if not parts:
         reason = "neither a saved dataset nor any .jsonl or .parquet file in it"
         return Contents(0, [Problem(f"data.{knob}", str(path), reason, f"data.{knob}=<a folder or file with prompts>")])
     return Contents(sum(part.rows for part in parts), [problem for part in parts for problem in part.problems])
 
 
-def _saved_dataset(path: Path, data: DataConfig) -> Contents:
+def _saved_dataset(path: Path, rules: RowRules) -> Contents:
     import pyarrow as arrow
 
     columns: list[str] = []
@@ -178,11 +156,11 @@ def _saved_dataset(path: Path, data: DataConfig) -> Contents:
         with arrow.memory_map(str(path / entry["filename"])) as file, arrow.ipc.open_stream(file) as table:
             columns = table.schema.names
             rows += sum(batch.num_rows for batch in table)
-    return _table(path, columns, rows, data)
+    return _table(path, columns, rows, rules)
 
 
-def _table(path: Path, columns: list[str], rows: int, data: DataConfig) -> Contents:
-    return Contents(rows, list(_absent_columns(wanted_columns(data), columns, str(path))) if rows else [])
+def _table(path: Path, columns: list[str], rows: int, rules: RowRules) -> Contents:
+    return Contents(rows, list(_absent_columns(rules.columns, columns, str(path))) if rows else [])
 
 
 def _absent_columns(wanted: dict[str, str], columns: Iterable[str], where: str) -> Iterator[Problem]:

@@ -9,7 +9,9 @@ from rlhf_mp.config.schema import ActorConfig, MegatronConfig, RolloutConfig, Ru
 
 def derive(config: RunConfig) -> None:
     """Fill in, in place, every knob documented as "unset: ..." whose value other knobs decide."""
-    policy, trainer = config.actor_rollout_ref, config.trainer
+    policy, trainer, data = config.actor_rollout_ref, config.trainer, config.data
+    if data.max_length is None:
+        data.max_length = data.max_prompt_length + data.max_response_length
     _derive_actor(policy.actor)
     _derive_critic(config)
     _derive_rollout(policy.rollout, config)
@@ -77,7 +79,7 @@ def _derive_rollout(rollout: RolloutConfig, config: RunConfig) -> None:
     if rollout.dtype is None:
         rollout.dtype = config.actor_rollout_ref.model.dtype
     if rollout.max_model_len is None:
-        rollout.max_model_len = config.data.max_prompt_length + config.data.max_response_length
+        rollout.max_model_len = config.data.max_length
     if rollout.num_engines is None:
         # not a divisor: checks.py says so
         rollout.num_engines = max(1, config.trainer.num_ranks // rollout.tensor_model_parallel_size)

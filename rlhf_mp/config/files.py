@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 from rlhf_mp.config.checkpoint_folder import checkpoint_problems
 from rlhf_mp.config.data_files import data_problems
-from rlhf_mp.config.model_folder import model_problems
+from rlhf_mp.config.model_folder import critic_problems, model_problems
+from rlhf_mp.config.reward_model_folder import reward_model_problems
 from rlhf_mp.config.schema import RunConfig
 from rlhf_mp.errors import Problem
 
@@ -16,7 +17,9 @@ def file_problems(config: RunConfig, world_size: int | None) -> Iterator[Problem
         world_size: ranks that the launcher started; None where nothing was launched (``--check``).
     """
     yield from model_problems(config)
-    yield from data_problems(config.data)
+    yield from critic_problems(config)
+    yield from reward_model_problems(config)
+    yield from data_problems(config)
     yield from checkpoint_problems(config)
     if world_size is not None and world_size != config.trainer.num_ranks:
         yield _wrong_rank_count(config, world_size)

@@ -1,5 +1,6 @@
 """The dotted keys of the schema, as typed on the command line, and the key that a misspelt one probably meant."""
 
+import json
 import types
 from collections.abc import Iterator
 from dataclasses import Field, fields, is_dataclass
@@ -29,7 +30,6 @@ FAMILIAR = {
 """Last names of keys in other trainers whose spelling would not lead to ours."""
 
 ABSENT = {
-    "reward_model": ("rewards are functions of the text; there is no reward model", "remove it and set reward.name"),
     "critic.ppo_mini_batch_size": ("the critic is stepped with the actor's mini-batches", "remove it"),
     "critic.use_dynamic_bsz": ("micro-batches are cut as the actor's are", "actor_rollout_ref.actor.use_dynamic_bsz"),
     "actor_rollout_ref.rollout.free_cache_engine": ("engines free their KV cache whenever training runs", "remove it"),
@@ -114,3 +114,8 @@ def describe(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(map(str, get_args(kind)))
     return {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}[kind]
+
+
+def typed(key: str, value: Any) -> str:
+    """``key=value`` as one types it."""
+    return f"{key}={value if isinstance(value, str) else json.dumps(value)}"

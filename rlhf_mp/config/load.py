@@ -4,7 +4,6 @@ Later layers win: the extended file, the file, the overrides. Within one layer t
 Imports nothing heavy: a bad config must be told within a second, before torch, CUDA or Ray are touched.
 """
 
-import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,7 +18,17 @@ from omegaconf.errors import OmegaConfBaseException
 from rlhf_mp.config.algorithm import ELSEWHERE
 from rlhf_mp.config.checks import cross_problems, written_problems
 from rlhf_mp.config.derive import derive
-from rlhf_mp.config.keys import KNOBS, SECTIONS, absent_reason, canonical, choices, describe, nearest, without_none
+from rlhf_mp.config.keys import (
+    KNOBS,
+    SECTIONS,
+    absent_reason,
+    canonical,
+    choices,
+    describe,
+    nearest,
+    typed,
+    without_none,
+)
 from rlhf_mp.config.knob import default_of
 from rlhf_mp.config.schema import RunConfig
 from rlhf_mp.config.yaml_file import read_layers, read_override
@@ -165,11 +174,6 @@ def _unknown(spelling: str, value: Any) -> Problem:
     if known is None:
         return Problem(spelling, value, "unknown key", "remove it; docs/config.md lists every key")
     return Problem(spelling, value, f"unknown key; did you mean {known}?", typed(known, value))
-
-
-def typed(key: str, value: Any) -> str:
-    """``key=value`` as one types it."""
-    return f"{key}={value if isinstance(value, str) else json.dumps(value)}"
 
 
 def _assign(node: DictConfig, key: str, value: Any) -> Iterator[Problem]:

@@ -11,7 +11,7 @@ from rlhf_mp.config import megatron_checks
 from rlhf_mp.config.schema import RunConfig
 from rlhf_mp.errors import Absent, Problem
 
-KEY = "actor_rollout_ref.model.path"
+KEY, CRITIC_KEY = "actor_rollout_ref.model.path", "critic.model.path"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 
@@ -33,19 +33,46 @@ def model_problems(config: RunConfig) -> Iterator[Problem]:
         yield from _shape_problems(folder / "config.json", config)
 
 
-def _how_to_get(path: str) -> str:
+def critic_problems(config: RunConfig) -> Iterator[Problem]:
+    """What keeps ``critic.model.path`` from giving values to the actor's tokens. Nothing where it is the actor's."""
+    path, actors = config.critic.model.path, config.actor_rollout_ref.model.path
+    if not config.critic.enable or path == actors:
+        return
+    folder = Path(path)
+    if not folder.is_dir():
+        reason = "there is no such folder; models are not downloaded during a run"
+        yield Absent(CRITIC_KEY, path, reason, _how_to_get(path, CRITIC_KEY))
+        return
+    yield from _missing_files(folder, CRITIC_KEY)
+    try:
+        model, actor = (json.loads((Path(p) / "config.json").read_text()) for p in (path, actors))
+    except (OSError, ValueError):  # said above, or of the actor's folder
+        return
+    if config.critic.strategy == "megatron":
+        yield from megatron_checks.shape_problems(config.trained[1], path, model)
+    if model.get("vocab_size") != actor.get("vocab_size"):
+        yield Problem(
+            CRITIC_KEY,
+            path,
+            f"its vocabulary has {model.get('vocab_size')} tokens, the actor's {actor.get('vocab_size')}: "
+            "the critic reads the actor's tokens",
+            f"a model of the actor's family, or {CRITIC_KEY}={actors}",
+        )
+
+
+def _how_to_get(path: str, key: str = KEY) -> str:
     if path.count("/") == 1 and not path.startswith((".", "~", "/", "runs/")):  # looks like a name on the hub
         local = f"models/{path.rpartition('/')[2]}"
-        return f"hf download {path} --local-dir {local}, then {KEY}={local}"
+        return f"hf download {path} --local-dir {local}, then {key}={local}"
     return "create it, or correct the path (relative paths start where you type the command)"
 
 
-def _missing_files(folder: Path) -> Iterator[Problem]:
+def _missing_files(folder: Path, key: str = KEY) -> Iterator[Problem]:
     if not (folder / "config.json").is_file():
-        yield Problem(KEY, str(folder), "the folder has no config.json", "name the folder that holds it")
+        yield Problem(key, str(folder), "the folder has no config.json", "name the folder that holds it")
     if not [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]:
         reason = "no weights: neither *.safetensors nor pytorch_model*.bin"
-        yield Problem(KEY, str(folder), reason, _download_again(folder))
+        yield Problem(key, str(folder), reason, _download_again(folder))
     for index in (folder / name for name in INDEX_FILES if (folder / name).is_file()):
         try:
             shards = set(json.loads(index.read_text())["weight_map"].values())
@@ -55,9 +82,9 @@ def _missing_files(folder: Path) -> Iterator[Problem]:
         lost = sorted(name for name in shards if not (folder / name).is_file())
         if lost:
             reason = f"{len(lost)} weight file(s) missing, first {lost[0]}"
-            yield Problem(KEY, str(folder), reason, _download_again(folder))
+            yield Problem(key, str(folder), reason, _download_again(folder))
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        yield Problem(KEY, str(folder), f"no tokenizer: none of {', '.join(TOKENIZER_FILES)}", _download_again(folder))
+        yield Problem(key, str(folder), f"no tokenizer: none of {', '.join(TOKENIZER_FILES)}", _download_again(folder))
 
 
 def _download_again(folder: Path) -> str:
@@ -93,16 +120,16 @@ def _shape_problems(path: Path, config: RunConfig) -> Iterator[Problem]:
     actor = config.trained[0]
     if actor.updates.strategy == "megatron":
         yield from megatron_checks.shape_problems(actor, str(path.parent), model)
-    rollout = config.actor_rollout_ref.rollout
-    length, tp = rollout.max_model_len, rollout.tensor_model_parallel_size
+    rollout, samples = config.actor_rollout_ref.rollout, config.trainer.task == "rl"
+    key, length, what = "data.max_length", config.data.max_length, "data.max_length"
+    if samples:
+        key, length = "actor_rollout_ref.rollout.max_model_len", rollout.max_model_len
+        what = "data.max_prompt_length + data.max_response_length"
     if "max_position_embeddings" in model and length > model["max_position_embeddings"]:
         limit = model["max_position_embeddings"]
-        yield Problem(
-            "actor_rollout_ref.rollout.max_model_len",
-            length,
-            f"the model's context ends at {limit} tokens (max_position_embeddings in {path})",
-            f"data.max_prompt_length + data.max_response_length of at most {limit}",
-        )
+        reason = f"the model's context ends at {limit} tokens (max_position_embeddings in {path})"
+        yield Problem(key, length, reason, f"{what} of at most {limit}")
+    tp = rollout.tensor_model_parallel_size if samples else 1
     if "num_attention_heads" in model and model["num_attention_heads"] % tp:
         heads = model["num_attention_heads"]
         yield Problem(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rlhf_mp.config.algorithm import POLICY_LOSSES, SELECTING, AlgorithmConfig
+from rlhf_mp.config.dpo import DpoConfig
 from rlhf_mp.config.knob import knob, section
 from rlhf_mp.config.multi_turn import MultiTurnConfig
 from rlhf_mp.config.reward import RewardConfig
@@ -16,7 +17,7 @@ from rlhf_mp.config.reward import RewardConfig
 
 @dataclass
 class DataConfig:
-    """Where prompts come from and how they are batched."""
+    """Where prompts and examples come from and how they are batched."""
 
     train_files: list[str] = knob([], "file or list of files: .jsonl, .parquet, or a Hugging Face dataset folder")
     train_weights: list[float] = knob(
@@ -28,7 +29,7 @@ class DataConfig:
     reward_fn_key: str = knob("", "column that says where a row is from, see reward.terms.*.sources; empty: none")
     system_prompt: str = knob("", "put before every text prompt as a system message")
     apply_chat_template: bool = knob(True, "wrap prompts in the tokenizer's chat template")
-    train_batch_size: int = knob(1024, "prompts per step", ge=1)
+    train_batch_size: int = knob(1024, "prompts per step; examples or pairs per optimizer step without rl", ge=1)
     max_prompt_length: int = knob(512, "tokens; longer prompts are dropped and counted", ge=1)
     max_response_length: int = knob(512, "tokens sampled at most", ge=1)
     filter_overlong_prompts: bool = knob(True, "drop too long prompts; false: see truncation")
@@ -42,6 +43,14 @@ class DataConfig:
     val_max_samples: int = knob(-1, "use only the first so many rows of each validation file; -1: all", ge=-1)
     cache_dir: str | None = knob(
         None, "tokenised prompts are kept here for the next start; unset: prompts/ in the run directory"
+    )
+    response_key: str = knob("response", "sft: column with the text that answers the prompt")
+    messages_key: str | None = knob(None, "sft: column with whole conversations, in place of prompt and response")
+    chosen_key: str = knob("chosen", "dpo, reward_model: column with the better response: a text, or messages")
+    rejected_key: str = knob("rejected", "dpo, reward_model: column with the worse response")
+    margin_key: str | None = knob(None, "reward_model: column that says by how much it is worse; unset: by anything")
+    max_length: int | None = knob(
+        None, "tokens of an example at most, without rl; unset: max_prompt_length + max_response_length", ge=2
     )
 
 
@@ -283,9 +292,25 @@ class CriticConfig(TrainedConfig):
 
 
 @dataclass
+class RewardModelConfig:
+    """A reward model in the loop of trainer.task=rl, scored on the training ranks."""
+
+    enable: bool = knob(False, "score responses with a reward model")
+    model: ModelConfig = section(ModelConfig)
+    fsdp_config: OffloadConfig = section(OffloadConfig)
+    coef: float = knob(1.0, "weight of its score in the reward")
+    rule_coef: float = knob(0.0, "weight of the rule reward beside it; 0: the rule reward is only logged")
+    normalize: bool = knob(False, "scores minus their running mean, divided by their running standard deviation")
+    clip: float | None = knob(None, "scores beyond this distance from 0 count as it; unset: as they are", gt=0)
+
+
+@dataclass
 class TrainerConfig:
     """The job: size, length, output."""
 
+    task: Literal["rl", "sft", "dpo", "reward_model"] = knob(
+        "rl", "reinforcement learning, fine-tuning on responses, preference optimisation, or training a reward model"
+    )
     project_name: str = knob("rlhf_mp", "first folder of the run directory")
     experiment_name: str = knob("run", "second folder of the run directory")
     default_local_dir: str | None = knob(None, "run directory; unset: runs/<project_name>/<experiment_name>")
@@ -331,7 +356,16 @@ class RunConfig:
     critic: CriticConfig = section(CriticConfig)
     algorithm: AlgorithmConfig = section(AlgorithmConfig)
     reward: RewardConfig = section(RewardConfig)
+    reward_model: RewardModelConfig = section(RewardModelConfig)
+    dpo: DpoConfig = section(DpoConfig)
     trainer: TrainerConfig = section(TrainerConfig)
+
+    @property
+    def trained(self) -> "list[TrainedModel]":
+        """The actor, and the critic where there is one."""
+        policy, critic = self.actor_rollout_ref, self.critic
+        actor = TrainedModel("actor_rollout_ref.actor", policy.actor, "actor_rollout_ref.model", policy.model)
+        return [actor] + [TrainedModel("critic", critic, "critic.model", critic.model)] * (critic.enable is True)
 
     @property
     def updates_per_step(self) -> int:
@@ -352,13 +386,6 @@ class RunConfig:
     @property
     def needs_reference(self) -> bool:
         return self.actor_rollout_ref.actor.use_kl_loss or self.algorithm.use_kl_in_reward
-
-    @property
-    def trained(self) -> "list[TrainedModel]":
-        """The actor, and the critic where there is one."""
-        policy, critic = self.actor_rollout_ref, self.critic
-        actor = TrainedModel("actor_rollout_ref.actor", policy.actor, "actor_rollout_ref.model", policy.model)
-        return [actor] + [TrainedModel("critic", critic, "critic.model", critic.model)] * (critic.enable is True)
 
     @property
     def data_parallel_size(self) -> int:

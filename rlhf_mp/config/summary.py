@@ -5,36 +5,55 @@ from pathlib import Path
 from rlhf_mp.config.load import config_to_yaml
 from rlhf_mp.config.model_folder import count_parameters
 from rlhf_mp.config.reward import terms_of
-from rlhf_mp.config.schema import DataConfig, RunConfig
+from rlhf_mp.config.schema import ActorConfig, DataConfig, RunConfig, TrainedConfig
 
 
 def describe_run(config: RunConfig) -> str:
     """Text for ``--check``: who runs, how a step is cut, which files, and the resolved config as YAML."""
-    lines = [f"{name:<10} {value}" for name, value in {**_who(config), **_step(config), **_files(config)}.items()]
+    step = _step if config.trainer.task == "rl" else _step_without_rl
+    lines = [f"{name:<10} {value}" for name, value in {**_who(config), **step(config), **_files(config)}.items()]
     return "\n".join([*lines, "", "# resolved configuration", config_to_yaml(config)])
 
 
 def _who(config: RunConfig) -> dict[str, str]:
-    policy, trainer = config.actor_rollout_ref, config.trainer
-    actor, rollout = policy.actor, policy.rollout
-    backend = "plain torch"
-    if actor.strategy == "megatron":
-        sizes = actor.megatron
-        backend = (
-            f"Megatron, tensor parallel {sizes.tensor_model_parallel_size}, "
-            f"pipeline parallel {sizes.pipeline_model_parallel_size}, data parallel {config.data_parallel_size}"
-        )
-    if actor.strategy == "deepspeed":
-        offloads = [name for name in ("param_offload", "optimizer_offload") if getattr(actor.fsdp_config, name)]
-        backend = f"DeepSpeed ZeRO-{actor.deepspeed.zero_stage}" + "".join(f", {name}" for name in offloads)
-    return {
-        "ranks": f"{trainer.num_ranks} ({trainer.nnodes} x {trainer.n_gpus_per_node}), {backend}",
+    policy, trainer, rollout = config.actor_rollout_ref, config.trainer, config.actor_rollout_ref.rollout
+    ranks = f"{trainer.num_ranks} ({trainer.nnodes} x {trainer.n_gpus_per_node})"
+    training = {
+        "ranks": f"{ranks}, {_backend(policy.actor, config)}",
+        "model": f"{policy.model.path}, {_size(policy.model.path)}, {policy.model.dtype}",
+    }
+    if trainer.task != "rl":
+        return training | {"reference": "yes" if trainer.task == "dpo" else "none needed"}
+    scored = {"reward": f"reward model {config.reward_model.model.path}"} if config.reward_model.enable else {}
+    return training | {
         "engines": f"{rollout.num_engines} SGLang, tensor parallel {rollout.tensor_model_parallel_size}, "
         f"{rollout.dtype}",
         "weights": f"swapped by {policy.weight_sync.transport}, every swap verified",
-        "model": f"{policy.model.path}, {_size(policy.model.path)}, {policy.model.dtype}",
         "reference": "yes, for the KL term" if config.needs_reference else "none needed",
+        "critic": _critic(config),
+        **scored,
     }
+
+
+def _critic(config: RunConfig) -> str:
+    critic = config.critic
+    if not critic.enable:
+        return "none needed"
+    model = f"{critic.model.path}, {critic.model.dtype}, {_backend(critic, config)}, lr {critic.optim.lr:g}"
+    return f"{model}, alone in the first {config.trainer.critic_warmup} steps"
+
+
+def _backend(trained: TrainedConfig, config: RunConfig) -> str:
+    if trained.strategy == "torch":
+        return "plain torch"
+    if trained.strategy == "megatron":
+        sizes = trained.megatron
+        return (
+            f"Megatron, tensor parallel {sizes.tensor_model_parallel_size}, "
+            f"pipeline parallel {sizes.pipeline_model_parallel_size}, data parallel {config.data_parallel_size}"
+        )
+    offloads = [name for name in ("param_offload", "optimizer_offload") if getattr(trained.fsdp_config, name)]
+    return f"DeepSpeed ZeRO-{trained.deepspeed.zero_stage}" + "".join(f", {name}" for name in offloads)
 
 
 def _size(path: str) -> str:
@@ -52,16 +71,13 @@ def _step(config: RunConfig) -> dict[str, str]:
     actor, prompts, n = policy.actor, config.data.train_batch_size, policy.rollout.n
     minis = prompts // actor.ppo_mini_batch_size
     optimizer_steps = minis * actor.ppo_epochs
-    cut = f"{actor.ppo_micro_batch_size_per_gpu} sequences"
-    if actor.use_dynamic_bsz:
-        cut = f"{actor.ppo_max_token_len_per_gpu} tokens"
     longest = data.max_prompt_length + data.max_response_length
     return {
         "sampling": f"{prompts} prompts x {n} = {prompts * n} responses a step, each {data.max_prompt_length} + "
         f"{data.max_response_length} = {longest} tokens at most",
         "training": f"{minis} mini-batches of {actor.ppo_mini_batch_size} prompts x {actor.ppo_epochs} epoch(s) = "
         f"{optimizer_steps} optimizer steps, about {prompts * n / ranks:g} responses a rank and step",
-        "cut": f"micro-batches of at most {cut}",
+        "cut": _cut(actor),
         "algorithm": f"{config.algorithm.adv_estimator}, {actor.policy_loss}, clip {actor.clip_ratio_low}/"
         f"{actor.clip_ratio_high}, lr {actor.optim.lr:g}, reward {reward_text(config)}",
     }
@@ -81,6 +97,23 @@ def _entries(data: DataConfig) -> list[str]:
     return [f"{file} ({share:.0%})" for file, share in zip(data.train_files, shares, strict=True)]
 
 
+def _step_without_rl(config: RunConfig) -> dict[str, str]:
+    data, actor = config.data, config.actor_rollout_ref.actor
+    what = {"sft": "examples", "dpo": "pairs", "reward_model": "pairs"}[config.trainer.task]
+    batch, ranks = data.train_batch_size, config.data_parallel_size
+    return {
+        "task": f"{config.trainer.task}, lr {actor.optim.lr:g}",
+        "training": f"{batch} {what} a step, about {batch / ranks:g} a rank, {data.max_length} tokens at most",
+        "cut": _cut(actor),
+    }
+
+
+def _cut(actor: ActorConfig) -> str:
+    if actor.use_dynamic_bsz:
+        return f"micro-batches of at most {actor.ppo_max_token_len_per_gpu} tokens"
+    return f"micro-batches of at most {actor.ppo_micro_batch_size_per_gpu} sequences"
+
+
 def _files(config: RunConfig) -> dict[str, str]:
     trainer, data = config.trainer, config.data
     length = f"{trainer.total_epochs} epoch(s)"
@@ -88,7 +121,7 @@ def _files(config: RunConfig) -> dict[str, str]:
         length = f"{trainer.total_training_steps} steps"
     return {
         "length": length,
-        "prompts": ", ".join(_entries(data)),
+        "data": ", ".join(_entries(data)),
         "validation": ", ".join(data.val_files) or "none",
         "output": trainer.default_local_dir,
     }

@@ -63,6 +63,7 @@ def plan_step(
     train_cut: Cut,
     score_cut: Cut,
     critic: Cuts | None = None,
+    whole_groups: bool = False,
 ) -> list[RankPlan]:
     """Cut a step for all ranks, the same way wherever it is called.
 
@@ -72,6 +73,7 @@ def plan_step(
         group_ids: mini-batches take groups in order of appearance, so the order of prompts decides.
         ppo_epochs: how often the list of mini-batches is repeated.
         critic: it gets the actor's mini-batches, cut by itself.
+        whole_groups: keep a group in one micro-batch too, in its own order.
 
     Raises:
         ValueError: a mini-batch has fewer groups than there are ranks, or a row is longer than ``max_tokens``.
@@ -86,12 +88,18 @@ def plan_step(
     rows_by_rank = [[row for share in shares for row in share[rank]] for rank in range(num_ranks)]
     local = [{row: i for i, row in enumerate(rows)} for rows in rows_by_rank]
 
+    units = rows_of_groups(group_ids if whole_groups else range(len(group_ids)))  # what stays in one micro-batch
+    unit_of = {rows[0]: rows for rows in units}
+
+    def cut(rows_by_rank: Sequence[list[int]], by: Cut) -> list[list[list[int]]]:
+        return cut_equally([[unit_of[row] for row in rows if row in unit_of] for rows in rows_by_rank], lengths, by)
+
     def passes(of: Cuts) -> list[Passes]:
-        scored = cut_equally(rows_by_rank, lengths, of.score)
-        cuts = [cut_equally(share, lengths, of.train) for share in shares]  # [mini-batch][rank] -> micro-batches
+        scored = cut(rows_by_rank, of.score)
+        cuts = [cut(share, of.train) for share in shares]  # [mini-batch][rank] -> micro-batches
         found = []
         for rank in range(num_ranks):
-            parts = (relabel(cut[rank], local[rank]) for cut in cuts)
+            parts = (relabel(of_ranks[rank], local[rank]) for of_ranks in cuts)
             minibatches = [MiniBatch(part, total) for part, total in zip(parts, totals, strict=True)]
             found.append(Passes(relabel(scored[rank], local[rank]), minibatches * of.epochs))
         return found
@@ -128,28 +136,37 @@ def balance(groups: Sequence[list[int]], lengths: Sequence[int], num_ranks: int)
     return rows
 
 
-def cut_equally(rows_by_rank: Sequence[list[int]], lengths: Sequence[int], cut: Cut) -> list[list[list[int]]]:
+def cut_equally(units_by_rank: Sequence[list[list[int]]], lengths: Sequence[int], cut: Cut) -> list[list[list[int]]]:
     """Micro-batches of every rank, as many on each: empty ones are added where fewer are needed."""
-    micro_batches = [cut_rows(rows, lengths, cut) for rows in rows_by_rank]
+    micro_batches = [cut_rows(units, lengths, cut) for units in units_by_rank]
     most = max(len(mine) for mine in micro_batches)
     return [mine + [[] for _ in range(most - len(mine))] for mine in micro_batches]
 
 
-def cut_rows(rows: Sequence[int], lengths: Sequence[int], cut: Cut) -> list[list[int]]:
-    """Micro-batches of rows of similar length, the longest first: if memory runs out, it does so at once."""
+def cut_rows(units: Sequence[list[int]], lengths: Sequence[int], cut: Cut) -> list[list[int]]:
+    """Micro-batches of rows of similar length, the longest first: if memory runs out, it does so at once.
+
+    Args:
+        units: rows that stay together.
+    """
+
+    def longest(rows: list[int]) -> int:
+        return max(lengths[row] for row in rows)
+
     micro_batches: list[list[int]] = []
     rooms: list[int] = []  # left in each
-    for row in sorted(rows, key=lambda row: -lengths[row]):
-        need = cut.need(lengths[row])
+    for unit in sorted(units, key=lambda unit: -longest(unit)):
+        need = sum(cut.need(lengths[row]) for row in unit)
         place = next((i for i, room in enumerate(rooms) if room >= need), len(rooms))  # first-fit decreasing
         if place == len(rooms):
             micro_batches.append([])
-            rooms.append(cut.room(lengths[row]))
+            rooms.append(cut.room(longest(unit)))
         if rooms[place] < need:
-            raise ValueError(
-                f"trajectory {row} has {lengths[row]} tokens, more than the {cut.max_tokens} of a micro-batch"
-            )
-        micro_batches[place].append(row)
+            others = f" and {len(unit) - 1} that stay with it" if len(unit) > 1 else ""
+            limit = f"{cut.max_sequences} sequences" if cut.max_tokens is None else f"the {cut.max_tokens}"
+            what = f"trajectory {unit[0]}{others} has {longest(unit)} tokens"
+            raise ValueError(f"{what}, more than {limit} of a micro-batch")
+        micro_batches[place] += unit
         rooms[place] -= need
     return micro_batches
 

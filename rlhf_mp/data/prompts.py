@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as arrow
 
 from rlhf_mp.checkpoint import sha256
-from rlhf_mp.config.data_files import wanted_columns
+from rlhf_mp.config.row_rules import rules_of
 from rlhf_mp.config.schema import DataConfig
 from rlhf_mp.data import prompt_table
 from rlhf_mp.data.prompt_table import DataFile, TableFacts, TableWriter
@@ -30,6 +30,7 @@ class Tokenizer(Protocol):
     """What is used of a Hugging Face tokenizer."""
 
     chat_template: str | None
+    eos_token_id: int | None
 
     def apply_chat_template(self, conversation: list[dict[str, str]], **options: Any) -> Any: ...
     def __call__(self, text: list[str], *, add_special_tokens: bool) -> Any: ...
@@ -161,7 +162,7 @@ class Problems:
 
 
 def row_problems(where: str, row: dict[str, Any], data: DataConfig) -> Iterator[Problem]:
-    missing = {knob: column for knob, column in wanted_columns(data).items() if column not in row}
+    missing = {knob: column for knob, column in rules_of(data, "rl").columns.items() if column not in row}
     for knob, column in missing.items():
         yield Problem(where, sorted(row), f"has no column {column!r}", f"data.{knob}=<one of these>")
     if missing:

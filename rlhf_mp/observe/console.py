@@ -13,6 +13,8 @@ from rlhf_mp.observe.sinks import logged
 COLUMNS = {  # wide enough that lines of a run stay aligned
     "rollout/reward_mean": "reward {:6.3f}",
     "rollout/response_length_mean": "length {:6.1f}",
+    "train/loss": "loss {:7.4f}",
+    "train/accuracy": "accuracy {:5.3f}",
     "throughput/tokens_per_s": "tok/s {:6.0f}",
     "time/step_s": "{:5.1f} s/step",
 }

@@ -18,7 +18,10 @@ BEFORE_AFTER = {
     "validation accuracy": "eval/accuracy",
     "validation reward": "eval/reward_mean",
     "training reward": "rollout/reward_mean",
+    "validation loss": "eval/loss",
+    "training loss": "train/loss",
 }
+FOLLOWED = {"rollout/reward_mean", "train/loss"}  # and whatever a validation measures
 
 
 def write_summary(
@@ -62,7 +65,7 @@ def results(records: Sequence[Record]) -> dict[str, Any]:
         "seconds": sum(record["time/step_s"] for record in steps) + sum(record["time/eval_s"] for record in evals),
         "phases": {name: timing for name in ("step", *(p.value for p in Phase)) if (timing := _timing(steps, name))},
     }
-    followed = {name for record in records for name in record if name.startswith("eval/")} | {"rollout/reward_mean"}
+    followed = {name for record in records for name in record if name.startswith("eval/")} | FOLLOWED
     for name in sorted(followed):
         values = [record[name] for record in records if name in record]
         if values:
@@ -107,8 +110,10 @@ def before_after_table(summary: Mapping[str, Any]) -> str:
     if "step" in summary["phases"]:
         step = summary["phases"]["step"]
         facts["time"] += f" ({step['mean_s']:.1f} s/step)"
-        if "tokens_per_s" in step:
-            facts["tokens/s"] = f"{step['tokens_per_s']:.0f}"
+        train = summary["phases"].get("train", {})
+        rates = [phase["tokens_per_s"] for phase in (step, train) if "tokens_per_s" in phase]
+        if rates:  # a task that samples nothing has a rate of training alone
+            facts["tokens/s"] = f"{rates[0]:.0f}"
     lines.append("")
     lines += [f"{label:20}  {value}" for label, value in (facts | dict(summary["paths"])).items()]
     return "\n".join(lines)

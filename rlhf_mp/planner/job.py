@@ -6,6 +6,7 @@ from typing import Literal
 from rlhf_mp.planner.hardware import NETWORK_RATE, Gpu
 from rlhf_mp.planner.model_shape import ModelShape
 
+Algorithm = Literal["sft", "dpo", "reward_model", "grpo", "ppo"]
 Recompute = Literal["none", "selective", "mlp", "full"]
 
 
@@ -162,7 +163,7 @@ class Job:
     layout: Layout
     batch: Batch
     gpu: Gpu | None = None  # None: everything is in host memory
-    algorithm: Literal["sft", "grpo", "ppo"] = "grpo"
+    algorithm: Algorithm = "grpo"
     precision: Precision = BF16
     kernels: Kernels = EAGER
     adapter: Adapter | None = None
@@ -181,6 +182,15 @@ class Job:
     ranks_per_node: int = 8
     network_rate: float = NETWORK_RATE  # bytes a second and GPU between machines
     workload: "Workload | None" = None
+
+    @property
+    def num_actor_params(self) -> int:
+        """Of the model that is trained: a reward model has one output in place of a vocabulary."""
+        return self.model.num_params_scalar_head if self.algorithm == "reward_model" else self.model.num_params
+
+    @property
+    def has_scoring(self) -> bool:
+        return self.algorithm not in ("sft", "reward_model")
 
     @property
     def of_critic(self) -> "Job":

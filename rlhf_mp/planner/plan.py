@@ -130,7 +130,7 @@ class _Step:
         found = []
         if job.engine:
             found.append(Moment(Phase.rollout, "sampling", (self.between if self.shares else []) + self.engine))
-        if job.algorithm != "sft":
+        if job.has_scoring:
             found += self._scoring()
         found += self._training()
         if job.engine:
@@ -196,8 +196,8 @@ class _Step:
             if step:
                 found.append(Moment(Phase.train, f"{role.value} step", base + step))
 
-        trained = states.lora_params(job.model, job.adapter) if job.adapter else job.model.num_params
-        update(Role.actor, job.model, job, trained, True)
+        trained = states.lora_params(job.model, job.adapter) if job.adapter else job.num_actor_params
+        update(Role.actor, job.model, job, trained, job.algorithm != "reward_model")
         if job.critic:
             update(Role.critic, job.critic, job.of_critic, job.critic.num_params_scalar_head, False)
         return found
@@ -220,7 +220,7 @@ def _given_back(job: Job, term: Term) -> bool:
 def actor_states(job: Job) -> list[Term]:
     """What the actor keeps between steps."""
     if job.adapter is None:
-        return _trained(Role.actor, job.model, job, job.model.num_params)
+        return _trained(Role.actor, job.model, job, job.num_actor_params)
     adapters = _trained(Role.actor, job.model, job, states.lora_params(job.model, job.adapter))
     base = states.base_weights(job.model, job.adapter)
     offload = isinstance(job.layout, ZeroLayout) and job.layout.param_offload

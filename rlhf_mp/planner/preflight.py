@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_mp.config.schema import ActorConfig, MegatronConfig, ModelConfig, RunConfig, TrainedModel
+from rlhf_mp.config.task_checks import sequences_per_example
 from rlhf_mp.errors import ConfigError, Problem
 from rlhf_mp.planner import job as planned
 from rlhf_mp.planner.amount import MIB, gib
@@ -75,26 +76,28 @@ def job_of(config: RunConfig, machine: Machine) -> planned.Job:
         ConfigError: the model's config.json is missing, incomplete or of an unknown architecture.
     """
     policy, data, trainer = config.actor_rollout_ref, config.data, config.trainer
-    actor, sequence = policy.actor, data.max_prompt_length + data.max_response_length
-    model, (of_actor, *of_critic) = policy.model, config.trained
+    actor, sequence, samples = policy.actor, data.max_length, trainer.task == "rl"
+    model, of_actor = policy.model, config.trained[0]
     shape = find_model(model.path)  # by its name, where it is not downloaded yet
     return planned.Job(
         model=shape,
         layout=_layout(of_actor, trainer.num_ranks),
         batch=replace(_batch(of_actor, config, sequence), logit_tokens=_logit_tokens(of_actor, shape.vocab)),
         gpu=machine.gpu,
-        algorithm="ppo" if of_critic else "grpo",
+        algorithm=planned_algorithm(config),
         precision=_precision(of_actor),
-        reference=config.needs_reference,
+        reference=config.needs_reference if samples else trainer.task == "dpo",
         reference_offload=policy.ref.fsdp_config.param_offload,
-        scores_old_policy=config.needs_old_logprobs,
-        engine=_engine(config, sequence, on_gpu=machine.gpu is not None),
+        scores_old_policy=samples and config.needs_old_logprobs,
+        reward_model=find_model(config.reward_model.model.path) if config.reward_model.enable else None,
+        reward_offload=config.reward_model.fsdp_config.param_offload,
+        engine=_engine(config, sequence, on_gpu=machine.gpu is not None) if samples else None,
         bucket_bytes=policy.weight_sync.bucket_mb * 1e6,
         host_memory=machine.host_memory,
         ranks_per_node=trainer.n_gpus_per_node,
         workload=planned.Workload(
             prompts=data.train_batch_size,
-            responses=policy.rollout.n,
+            responses=policy.rollout.n if samples else sequences_per_example(trainer.task),
             prompt_tokens=data.max_prompt_length,
             response_tokens=data.max_response_length,
             epochs=actor.ppo_epochs,
@@ -116,10 +119,18 @@ def _critic(config: RunConfig, sequence: int) -> dict[str, Any]:
     }
 
 
+def planned_algorithm(config: RunConfig) -> planned.Algorithm:
+    if config.trainer.task != "rl":
+        return config.trainer.task
+    return "ppo" if config.critic.enable else "grpo"
+
+
 def _batch(trained: TrainedModel, config: RunConfig, sequence: int) -> planned.Batch:
     updates = trained.updates
     forward = "log_prob" if isinstance(updates, ActorConfig) else "forward"
-    cuts = {"ppo": config.actor_rollout_ref.actor.ppo_mini_batch_size, forward: config.data.train_batch_size}
+    step = config.data.train_batch_size
+    cuts = {"ppo": config.actor_rollout_ref.actor.ppo_mini_batch_size if config.trainer.task == "rl" else step}
+    cuts[forward] = step
     fitting = []
     for kind, prompts in cuts.items():
         budget = getattr(updates, f"{kind}_max_token_len_per_gpu")
@@ -147,9 +158,11 @@ def _logit_tokens(trained: TrainedModel, vocab: int) -> int | None:
     return max(1, chunk * slices // (LOGIT_BYTES * vocab)) if chunk else None
 
 
-def _tokens_of(prompts: int, config: RunConfig, sequence: int) -> int:
-    """Of one rank's share of so many prompts' responses, at full length; a group is never split."""
-    return -(-prompts // config.data_parallel_size) * config.actor_rollout_ref.rollout.n * sequence
+def _tokens_of(examples: int, config: RunConfig, sequence: int) -> int:
+    """Of one rank's share of so many prompts or examples, at full length; a group is never split."""
+    task = config.trainer.task
+    each = config.actor_rollout_ref.rollout.n if task == "rl" else sequences_per_example(task)
+    return -(-examples // config.data_parallel_size) * each * sequence
 
 
 def _precision(trained: TrainedModel) -> planned.Precision:

@@ -66,7 +66,7 @@ def step_time(plan: Plan, workload: Workload) -> StepTime:
         seconds[Phase.rollout] = _rollout_seconds(job, job.engine, workload, plan.cache_tokens)
         seconds[Phase.sync] = _sync_seconds(job, job.engine)
     scorings = job.scores_old_policy + job.reference + (job.critic is not None) + (job.reward_model is not None)
-    if job.algorithm != "sft":
+    if job.has_scoring:
         seconds[Phase.score] = scorings * _pass_seconds(job, workload.num_tokens, forward_flops(job.model, sequence), 1)
     models = 1 + (job.critic is not None)
     hardware = training_flops(job.model, sequence, recompute=job.batch.recompute)

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from rlhf_mp.config.schema import ModelConfig, OffloadConfig, RunConfig, TrainedConfig
-from rlhf_mp.models.heads import Head, PolicyHead, ValueHead
+from rlhf_mp.models.heads import Head, PolicyHead, RewardHead, ValueHead
 from rlhf_mp.models.hf import DTYPES
 from rlhf_mp.train.accumulate import ForwardSettings
 from rlhf_mp.train.activation_offload import decoder_layers
@@ -105,15 +105,29 @@ def policy_head(config: RunConfig) -> PolicyHead:
     )
 
 
+def trained_head(config: RunConfig) -> Head:
+    """What the model that ``trainer.task`` trains ends in."""
+    if config.trainer.task == "reward_model":
+        return RewardHead(packed=config.actor_rollout_ref.model.use_remove_padding)
+    return policy_head(config)
+
+
 def make_actor(config: RunConfig, device: torch.device, num_updates: int) -> TrainEngine:
+    """The model that is trained: in trainer.task=reward_model it is the reward model."""
     policy = config.actor_rollout_ref
-    return make_engine(policy.model, policy.actor, policy_head(config), device, num_updates, common_layout(config))
+    return make_engine(policy.model, policy.actor, trained_head(config), device, num_updates, common_layout(config))
 
 
 def make_critic(config: RunConfig, device: torch.device, num_updates: int) -> TrainEngine:
     critic = config.critic
     head = ValueHead(packed=critic.model.use_remove_padding)
     return make_engine(critic.model, critic, head, device, num_updates, common_layout(config))
+
+
+def make_reward_scorer(config: RunConfig, device: torch.device) -> Scorer:
+    """The frozen reward model, spread over the ranks as the actor is."""
+    own, actor = config.reward_model, config.actor_rollout_ref.actor
+    return make_scorer(own.model, actor, own.fsdp_config, RewardHead(packed=own.model.use_remove_padding), device)
 
 
 def common_layout(config: RunConfig) -> ParallelLayout | None:

@@ -83,8 +83,7 @@ class RunCheckpoints:
             "model": self.identity,
             "trained": self.trained,
             "num_ranks": self.ranks.num_ranks,
-            "data": trainer.rollouts.state_dict(trainer.step),
-            "algorithm": trainer.algorithm.state_dict(),
+            "data": trainer.data_state(),
             "best": trainer.best.state_dict() if trainer.best else None,
         }
 
@@ -101,8 +100,7 @@ class RunCheckpoints:
         for name, engine in trainer.trained.items():
             engine.load(folder / name)
         torch.set_rng_state(torch.load(folder / f"rng_{self.ranks.rank}.pt", weights_only=True))
-        trainer.rollouts.load_state_dict(state["data"])
-        trainer.algorithm.load_state_dict(state["algorithm"])
+        trainer.load_data_state(state["data"])
         if trainer.best is not None:
             trainer.best.load_state_dict(state["best"])
         trainer.step = state["step"]

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -17,6 +17,7 @@ from rlhf_mp.observe.metrics import MetricLog
 from rlhf_mp.phase import Phase
 from rlhf_mp.train.base import Scorer, TrainEngine
 from rlhf_mp.trainer.best import Best
+from rlhf_mp.trainer.reward_model import RewardModel
 
 
 class Rollouts(Protocol):
@@ -25,6 +26,8 @@ class Rollouts(Protocol):
     def fetch(self, step: int) -> Share: ...
     def publish(self, version: int) -> None: ...
     def evaluate(self) -> tuple[Sums, list[SampleText]]: ...
+    def state_dict(self, step: int) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class Swap(Protocol):
@@ -68,6 +71,7 @@ class Trainer:
     has_validation: bool
     memory: Callable[[], Mapping[str, float]] = peak_memory
     critic: TrainEngine | None = None
+    reward_model: RewardModel | None = None
     sum_over_ranks: SumOverRanks = only_rank
     packed: bool = False  # engines leave out the padding of micro-batches
     counts: bool = True  # False where another rank holds the same data, as a part of the same model
@@ -88,6 +92,17 @@ class Trainer:
     @property
     def finished(self) -> bool:
         return self.step >= self.schedule.num_steps
+
+    def data_state(self) -> dict[str, Any]:
+        """Where the data stands once ``step`` steps are done, and what algorithm and reward model have seen of it."""
+        state = {"rollouts": self.rollouts.state_dict(self.step), "algorithm": self.algorithm.state_dict()}
+        return state if self.reward_model is None else state | {"reward_model": self.reward_model.state_dict()}
+
+    def load_data_state(self, state: dict[str, Any]) -> None:
+        self.rollouts.load_state_dict(state["rollouts"])
+        self.algorithm.load_state_dict(state["algorithm"])
+        if self.reward_model is not None and "reward_model" in state:  # it may have come only now
+            self.reward_model.load_state_dict(state["reward_model"])
 
     def train(self) -> None:
         """Train to the last step, or save and return at the end of a step in which a stop was requested."""
@@ -128,13 +143,16 @@ class Trainer:
         self.log.add({name: (value, 1) for name, value in self.memory().items()})
 
     def score(self, batch: TokenBatch, share: Share) -> None:
-        """Fill in what the algorithm declares it needs, and nothing else."""
+        """Fill in what the algorithm declares it needs and, with a reward model, its rewards; nothing else."""
         if self.algorithm.needs_old_logprobs:
             batch.old_logprobs = self.scored(self.actor, batch, share.score_rows)
         if self.reference is not None:
             batch.ref_logprobs = self.scored(self.reference, batch, share.score_rows)
         if self.critic is not None:
             batch.values = self.scored(self.critic, batch, share.critic.score_rows)
+        if self.reward_model is not None:
+            batch.rewards, metrics = self.reward_model.rewards(batch, share.score_rows)
+            self.count(metrics, "reward_model/")
 
     def scored(self, model: Scorer, batch: TokenBatch, cut: list[list[int]]) -> torch.Tensor:
         self.count({"score/tokens": (float(batch.lengths.sum()), 1)})

@@ -154,7 +154,8 @@ def test_a_misplaced_section_is_told_key_by_key(tmp_path):
 @pytest.mark.parametrize(
     ("text", "key", "reason"),
     [
-        ("reward_model: {enable: true}", "reward_model", "no reward model"),
+        ("critic: {ppo_mini_batch_size: 4}", "critic.ppo_mini_batch_size", "actor's mini-batches"),
+        ("actor_rollout_ref: {rollout: {mode: sync}}", "actor_rollout_ref.rollout.mode", "always servers"),
     ],
 )
 def test_a_key_with_nothing_to_act_on_says_why_and_what_to_do(tmp_path, text, key, reason):

@@ -1,5 +1,7 @@
 """R2 (whole groups) and R3 (global counts, equally many micro-batches) as properties of any plan."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -9,8 +11,8 @@ from rlhf_mp.algorithms.aggregate import loss_aggregations
 from rlhf_mp.algorithms.losses import make_policy_loss
 from rlhf_mp.config.schema import ActorConfig
 from rlhf_mp.data.collate import collate
-from rlhf_mp.data.partition import Cut, RankPlan, cut_rows, plan_step
-from rlhf_mp.data.types import MiniBatch, PolicyOutput, Totals, Trajectory
+from rlhf_mp.data.partition import Cut, Cuts, RankPlan, cut_rows, plan_step
+from rlhf_mp.data.types import MiniBatch, Passes, PolicyOutput, Totals, Trajectory
 from rlhf_mp.observe.reduce import added
 
 LONGEST = 30
@@ -147,17 +149,28 @@ def test_a_step_by_hand():
     ]
 
 
+@for_any_step
+def test_a_critic_gets_the_same_mini_batches_in_its_own_cuts(step):
+    """As if the actor had its cuts and epochs."""
+    theirs = {"train_cut": step["score_cut"], "score_cut": step["train_cut"], "ppo_epochs": step["ppo_epochs"] + 1}
+    plans = plan_step(**step, critic=Cuts(theirs["train_cut"], theirs["score_cut"], theirs["ppo_epochs"]))
+    assert [replace(plan, critic=None) for plan in plans] == plan_step(**step)
+    expected = plan_step(**step | theirs)
+    assert [plan.critic for plan in plans] == [Passes(plan.score_rows, plan.minibatches) for plan in expected]
+
+
 def test_without_padding_rows_fill_the_room_that_is_left():
     lengths = [9, 3, 6, 1, 5]
     # by length 9, 6, 5, 3, 1 into tens: 9 + 1, 6 + 3, 5; padded, 9 | 6 | 5 with 3 | 1
-    assert cut_rows(range(5), lengths, Cut(max_tokens=10, packed=True)) == [[0, 3], [2, 1], [4]]
-    assert cut_rows(range(5), lengths, Cut(max_tokens=10)) == [[0], [2], [4, 1], [3]]
+    assert cut_rows([[row] for row in range(5)], lengths, Cut(max_tokens=10, packed=True)) == [[0, 3], [2, 1], [4]]
+    assert cut_rows([[row] for row in range(5)], lengths, Cut(max_tokens=10)) == [[0], [2], [4, 1], [3]]
 
 
 @given(st.lists(st.integers(1, LONGEST), min_size=1, max_size=60), st.integers(LONGEST, 3 * LONGEST))
 def test_packing_needs_no_more_micro_batches_than_padding_and_leaves_less_than_half_empty(lengths, budget):
-    packed = cut_rows(range(len(lengths)), lengths, Cut(max_tokens=budget, packed=True))
-    assert len(packed) <= len(cut_rows(range(len(lengths)), lengths, Cut(max_tokens=budget)))
+    rows = [[row] for row in range(len(lengths))]
+    packed = cut_rows(rows, lengths, Cut(max_tokens=budget, packed=True))
+    assert len(packed) <= len(cut_rows(rows, lengths, Cut(max_tokens=budget)))
     # of first-fit: any two micro-batches hold more than one may
     fills = sorted(sum(lengths[row] for row in rows) for rows in packed)
     assert len(fills) < 2 or fills[0] + fills[1] > budget

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from oracle import make_critic_checkpoint
 
 from rlhf_mp.cluster.bootstrap import LAUNCHER_ENV
 from rlhf_mp.cluster.first_failure import tail
@@ -25,30 +26,37 @@ TOLERANCE = 1e-5  # largest difference after ten steps in float32; of the gradie
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])
-def found(request, tiny_checkpoint, tmp_path_factory) -> dict:
-    """What the worker measured: all cases in one launch."""
+def launched(request, tiny_checkpoint, tmp_path_factory) -> dict:
+    """What the worker measured: all cases of both roles in one launch."""
     folder = tmp_path_factory.mktemp("parity")
+    make_critic_checkpoint(tiny_checkpoint, folder / "critic")
+    models = [f"actor={tiny_checkpoint}", f"critic={folder / 'critic'}"]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(request.param)]
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_ENV}
     environment |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
     with (folder / "log").open("wb") as log:
         done = subprocess.run(
-            [*command, str(WORKER), str(tiny_checkpoint), str(folder / "out.json")],
+            [*command, str(WORKER), str(folder / "out.json"), *models],
             env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, timeout=500, check=False,
         )  # fmt: skip
     assert done.returncode == 0, tail(folder / "log", 60)
     return json.loads((folder / "out.json").read_text())
 
 
+@pytest.fixture(params=["actor", "critic"])
+def found(request, launched) -> dict:
+    return launched[request.param]
+
+
 def test_the_reference_engine_really_trained(found):
     """Engines that stand still would agree with each other too."""
-    assert found["moved"] > 1e-3
+    assert found["smallest_move"] > 3e-4
     assert len(set(found["loss"])) == len(found["loss"]) == 10
     assert all(abs(a - b) > 1e-3 for a, b in zip(found["loss"], found["loss"][1:], strict=False))
 
 
 def test_every_stage_and_offload_was_tried(found):
-    assert [*found["cases"]] == [*STAGES, "reference"]
+    assert [*found["cases"]] == STAGES
 
 
 @pytest.mark.parametrize("case", STAGES)
@@ -57,13 +65,8 @@ def test_ten_steps_agree_with_the_reference_engine(found, case, what):
     assert found["cases"][case][what] <= TOLERANCE
 
 
-@pytest.mark.parametrize("case", STAGES)
-def test_weights_are_exported_under_the_names_of_the_checkpoint(found, case):
-    assert found["cases"][case]["names"]
-
-
 def test_a_frozen_model_scores_like_one_that_is_not_partitioned(found):
-    assert found["cases"]["reference"]["score"] <= TOLERANCE
+    assert found["frozen"] <= TOLERANCE
 
 
 def test_bfloat16_trains_alongside_float32(found):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from oracle import make_critic_checkpoint
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 pytestmark = [
@@ -16,7 +17,8 @@ pytestmark = [
     pytest.mark.skipif(find_spec("mbridge") is None, reason="Megatron is not installed"),
 ]
 WORKER = Path(__file__).with_name("megatron_worker.py")
-TOLERANCE = 1e-5
+TOLERANCE = 1e-5  # largest difference after ten steps in float32; of the gradient's norm, relative
+ROLES = ("actor", "critic")
 LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0,
     "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
@@ -58,14 +60,15 @@ def make_model(kind: str, tied: bool, path: Path) -> None:
 
 
 @pytest.fixture(scope="module", params=LAUNCHES, ids=lambda p: f"{p[0]} ranks, {p[1]}{', tied' if p[2] else ''}")
-def report(request, tmp_path_factory) -> dict:
-    """What the worker found, see megatron_worker.py: largest differences per layout."""
+def launched(request, tmp_path_factory) -> dict:
+    """What the worker found, see megatron_worker.py: largest differences per role and layout."""
     num_ranks, kind, tied = request.param
     folder = tmp_path_factory.mktemp(f"{kind}_{num_ranks}")
-    make_model(kind, tied, folder / "model")
+    make_model(kind, tied, folder / "actor")
+    make_critic_checkpoint(folder / "actor", folder / "critic")
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
     done = subprocess.run(
-        [*launch, str(WORKER), str(folder)],
+        [*launch, str(WORKER), str(folder), *ROLES],
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(WORKER.parents[2])},
         capture_output=True,
         text=True,
@@ -75,11 +78,16 @@ def report(request, tmp_path_factory) -> dict:
     return json.loads((folder / "report.json").read_text())
 
 
+@pytest.fixture(params=ROLES)
+def report(request, launched) -> dict:
+    return launched[request.param]
+
+
 def test_every_layout_trains_like_one_process(report):
     assert report["first_loss"] != 0
-    assert report["smallest_move"] > 1e-3  # every weight has been trained
+    assert report["smallest_move"] > 3e-4  # every weight has been trained
     for name, case in report["layouts"].items():
-        for what in ("loss", "grad_norm", "weights", "score", "reference"):
+        for what in ("loss", "grad_norm", "weights", "score", "frozen"):
             assert case[what] <= TOLERANCE, (name, what, case)
 
 

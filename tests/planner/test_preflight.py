@@ -16,6 +16,7 @@ from rlhf_mp.planner.hf_config import read_shape
 from rlhf_mp.planner.plan import make_plan
 from rlhf_mp.planner.preflight import Machine, job_of, nearest_fit, plan_of, plan_problems, this_machine
 from rlhf_mp.planner.report import describe
+from rlhf_mp.planner.term import Component, Role
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -56,8 +57,12 @@ def knobs(text):
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_config_in_the_repository_is_planned(path, folder):
     overrides = [] if "7b" in path.stem else [f"actor_rollout_ref.model.path={folder}"]
-    plan = plan_of(load_config(path, overrides), H100)
-    assert {moment.phase for moment in plan.moments} == set(Phase)
+    config = load_config(path, overrides)
+    if config.reward_model.enable:
+        config.reward_model.model.path = str(folder)
+    plan = plan_of(config, H100)
+    phases = {"rl": set(Phase), "dpo": {Phase.score, Phase.train}, "sft": {Phase.train}, "reward_model": {Phase.train}}
+    assert {moment.phase for moment in plan.moments} == phases[config.trainer.task]
     assert plan.peak > 0
 
 
@@ -176,6 +181,32 @@ def test_this_machine_has_memory_and_a_cpu_run_has_no_gpu(folder):
     machine = this_machine(run(folder, **{"trainer.device": "cpu"}))
     assert machine.gpu is None
     assert machine.host_memory > GIB
+
+
+def test_a_critic_is_planned_as_its_own_section_says(folder):
+    words = {
+        "algorithm.adv_estimator": "gae",
+        "critic.fsdp_config.optimizer_offload": "true",
+        "critic.ppo_max_token_len_per_gpu": 2048,
+        "critic.model.dtype": "float32",
+    }
+    job = job_of(run(folder, **words), H100)
+    assert (job.algorithm, str(job.critic_layout)) == ("ppo", "ZeRO-3 over 8 +optimizer offload")
+    assert str(job.layout) == "ZeRO-3 over 8" and job.critic_batch.tokens == 2048 < job.batch.tokens
+    assert (job.of_critic.precision.name, job.precision.name) == ("float32", "bfloat16")
+    critic = {term.component: term for term in make_plan(job).moments[0].terms if term.role is Role.critic}
+    # 28 layers of a 7B model and one output, 8 bytes of moments in float32, over 8 ranks
+    assert critic[Component.optimizer].on_host and not critic[Component.weights].on_host
+    assert critic[Component.optimizer].bytes == pytest.approx(8 * job.critic.num_params_scalar_head / 8)
+    assert {"values", "critic backward"} <= {moment.name for moment in make_plan(job).moments}
+
+
+def test_what_would_help_names_the_critics_knobs_too(folder):
+    small = Machine(replace(find_gpu("h100"), memory=56 * GIB), 2000 * GIB)
+    (problem,) = plan_problems(run(folder, **{"algorithm.adv_estimator": "gae"}), small)
+    overrides = knobs(problem.fix.split(";")[0])
+    assert "critic.ppo_max_token_len_per_gpu" in overrides
+    assert list(plan_problems(run(folder, **{"algorithm.adv_estimator": "gae"} | overrides), small)) == []
 
 
 def test_a_megatron_run_is_planned_with_its_own_layout(folder):

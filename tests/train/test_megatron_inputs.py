@@ -53,6 +53,16 @@ def test_packed_rows_come_back_where_they_were(multiple):
     assert home.tolist() == [[0, 1, 2, 3, 4], [0, 101, 0, 0, 0], [0, 201, 202, 0, 0]]
 
 
+@pytest.mark.parametrize("multiple", [1, 2, 4])
+def test_the_last_token_of_every_row_is_found(group, multiple):
+    lengths, last = [5, 2, 3], [4, 101, 202]
+    for made in (packed(batch(lengths, 5), multiple), padded(batch(lengths, 5), group, multiple)):
+        assert made.at_last(made.tokens.float()).tolist() == last
+    stub = batch(lengths, 5).silenced()  # two tokens of a row that says it has five
+    for made in (packed(stub, multiple), padded(stub, group, multiple)):
+        assert made.at_last(made.tokens.float()).tolist() == [1]
+
+
 def test_packing_leaves_out_the_padding():
     assert packed(batch([5, 2, 3], 5), 1).tokens.shape == (1, 10)
 

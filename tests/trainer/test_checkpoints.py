@@ -4,7 +4,6 @@ import os
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,37 +32,22 @@ class Actor:
         self.weight = int((directory / f"rank_{self.rank}").read_text())
 
 
-class Rollouts:
+class Trainer:
     """Knows where the data stands after each step."""
 
-    def __init__(self):
-        self.loaded = None
+    def __init__(self, step: int, actor: Actor, critic: Actor):
+        self.step, self.actor, self.critic, self.loaded = step, actor, critic, None
+        self.trained, self.best = {"actor": actor, "critic": critic}, None
 
-    def state_dict(self, step: int) -> dict[str, Any]:
-        return {"batch": 10 * step}
+    def data_state(self) -> dict[str, Any]:
+        return {"batch": 10 * self.step}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_data_state(self, state: dict[str, Any]) -> None:
         self.loaded = state
 
 
-class Algorithm:
-    """Its coefficient follows the steps."""
-
-    def __init__(self, step: int):
-        self.state = {"kl_ctrl": {"coef": 0.1 / (1 + step)}}
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.state = state
-
-
-def trainer(step: int = 0, weight: int = 0, rank: int = 0) -> SimpleNamespace:
-    actor, critic = Actor(weight, rank), Actor(-weight, rank)
-    trained = {"actor": actor, "critic": critic}
-    parts = {"actor": actor, "critic": critic, "trained": trained, "rollouts": Rollouts()}
-    return SimpleNamespace(step=step, best=None, algorithm=Algorithm(step), **parts)
+def trainer(step: int = 0, weight: int = 0, rank: int = 0) -> Trainer:
+    return Trainer(step, Actor(weight, rank), Actor(-weight, rank))
 
 
 def checkpoints(run_dir: Path, ranks: Any = None, **changed: Any) -> RunCheckpoints:
@@ -81,7 +65,7 @@ def save(run_dir: Path, *steps: int, **changed: Any) -> None:
         made.save(trainer(step, weight=100 + step))
 
 
-def resumed(run_dir: Path, **changed: Any) -> tuple[SimpleNamespace, list[str]]:
+def resumed(run_dir: Path, **changed: Any) -> tuple[Trainer, list[str]]:
     made, fresh = checkpoints(run_dir, **changed), trainer()
     made.load_newest(fresh)
     return fresh, made.said
@@ -95,8 +79,7 @@ def test_a_run_continues_where_its_newest_checkpoint_stands(tmp_path):
     save(tmp_path, 3, 6)
     fresh, said = resumed(tmp_path)
     assert (fresh.step, fresh.actor.weight, fresh.critic.weight) == (6, 106, -106)
-    assert fresh.rollouts.loaded == {"batch": 60}
-    assert fresh.algorithm.state == {"kl_ctrl": {"coef": 0.1 / 7}}  # to the last digit
+    assert fresh.loaded == {"batch": 60}
     assert said == [f"resumed from {checkpoint.folder_of(tmp_path, 6)} at step 6"]
 
 
@@ -111,7 +94,7 @@ def test_random_numbers_continue_too(tmp_path):
 
 def test_without_a_checkpoint_a_run_starts_at_the_beginning(tmp_path):
     fresh, said = resumed(tmp_path)
-    assert (fresh.step, fresh.rollouts.loaded, said) == (0, None, [])
+    assert (fresh.step, fresh.loaded, said) == (0, None, [])
 
 
 def test_disable_starts_over_and_leaves_what_is_there(tmp_path):
@@ -282,7 +265,7 @@ def test_a_checkpoint_holds_what_every_rank_wrote_and_each_gets_its_own_back(tmp
     def read(ranks: ThreadRanks) -> tuple[int, int, Any]:
         fresh = trainer(rank=ranks.rank)
         checkpoints(tmp_path, ranks).load_newest(fresh)
-        return fresh.step, fresh.actor.weight, fresh.rollouts.loaded
+        return fresh.step, fresh.actor.weight, fresh.loaded
 
     assert on_two_ranks(write) == [None, None]
     folder = checkpoint.folder_of(tmp_path, 3)

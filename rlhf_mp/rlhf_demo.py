@@ -1,0 +1,158 @@
+"""The whole pipeline on two CPU cores: fine-tuning, a reward model from preferences, PPO with a critic against it.
+
+  python -m rlhf_mp.rlhf_demo [--out runs/rlhf_demo] [--strategy deepspeed|megatron]
+
+The task is the quickstart's: two-digit additions. Stage 1 fine-tunes a model made from nothing on right answers until
+it has begun to understand; stage 2 trains a reward model to prefer right answers to wrong ones; stage 3 lets the policy
+earn that reward. The last stage never sees an answer: whether it gets better at additions is measured by the rule,
+on held-out ones. The table at the end is read from the summary.json that every stage leaves behind.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf_mp.models.tiny import character_tokenizer, make_checkpoint
+from rlhf_mp.observe.console import duration
+from rlhf_mp.quickstart import CHARACTERS, NUM_HELD_OUT, preferences, problems, write_rows
+
+ROOT = Path(__file__).parents[1]
+ACTOR = "actor_rollout_ref.actor"
+MEGATRON = (
+    f"{ACTOR}.strategy=megatron",
+    f"{ACTOR}.megatron.tensor_model_parallel_size=2",
+    f"{ACTOR}.fsdp_config.param_offload=false",
+    f"{ACTOR}.fsdp_config.optimizer_offload=false",
+)
+MEGATRON_PPO = (
+    "critic.megatron.tensor_model_parallel_size=2",
+    "critic.fsdp_config.param_offload=false",
+    "critic.fsdp_config.optimizer_offload=false",
+    "reward_model.fsdp_config.param_offload=false",
+)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One launch, and the number of its summary that says what came of it."""
+
+    name: str
+    config: str
+    measure: str
+    metric: str
+    overrides: tuple[str, ...]
+
+
+def stages(out: Path) -> list[Stage]:
+    """What is launched, one after the other."""
+    model = "actor_rollout_ref.model.path"
+    return [
+        Stage(
+            "sft",
+            "sft_quickstart.yaml",
+            "loss of held-out answers",
+            "eval/loss",
+            (
+                f"{model}={out / 'base'}",
+                f"data.train_files={out / 'train.jsonl'}",
+                f"data.val_files={out / 'val.jsonl'}",
+                f"{ACTOR}.optim.lr=1e-3",
+                "trainer.total_epochs=100",
+                "trainer.total_training_steps=300",
+                "trainer.test_freq=100",
+                "trainer.save_freq=50",
+            ),
+        ),
+        Stage(
+            "rm",
+            "rm_quickstart.yaml",
+            "held-out pairs told apart",
+            "eval/accuracy",
+            (
+                f"{model}={out / 'sft' / 'huggingface'}",
+                f"data.train_files={out / 'train_pairs.jsonl'}",
+                f"data.val_files={out / 'val_pairs.jsonl'}",
+                "trainer.test_freq=100",
+                "trainer.save_freq=50",
+            ),
+        ),
+        Stage(
+            "ppo",
+            "ppo_reward_model_quickstart.yaml",
+            "right held-out answers",
+            "eval/accuracy",
+            (
+                f"{model}={out / 'sft' / 'huggingface'}",
+                f"reward_model.model.path={out / 'rm' / 'huggingface'}",
+                f"data.train_files={out / 'train.jsonl'}",
+                f"data.val_files={out / 'val.jsonl'}",
+            ),
+        ),
+    ]
+
+
+def prepare(out: Path, seed: int) -> None:
+    """The model, which knows nothing yet, and the data."""
+    make_checkpoint(out / "base", character_tokenizer(CHARACTERS), seed=seed)
+    rows = problems(seed)
+    for name, part in {"val": rows[:NUM_HELD_OUT], "train": rows[NUM_HELD_OUT:]}.items():
+        write_rows(out / f"{name}.jsonl", part)
+        write_rows(out / f"{name}_pairs.jsonl", preferences(part, seed))
+
+
+def words(stage: Stage, out: Path, strategy: str) -> list[str]:
+    """The knobs that a stage is launched with."""
+    backend: tuple[str, ...] = ()
+    if strategy == "megatron":
+        backend = MEGATRON + (MEGATRON_PPO if stage.name == "ppo" else ())
+    return [*stage.overrides, *backend, f"trainer.default_local_dir={out / stage.name}"]
+
+
+def launch(stage: Stage, out: Path, strategy: str, port: int) -> None:
+    """Run a stage to its end; one that was interrupted continues.
+
+    Raises:
+        SystemExit: it failed; what failed has been printed.
+    """
+    launcher = [str(Path(sys.executable).parent / "deepspeed"), "--num_gpus", "2", "--master_port", str(port)]
+    train = [str(ROOT / "launch" / "train.py"), "--config", str(ROOT / "configs" / stage.config)]
+    print(f"\n=== {stage.name}", flush=True)
+    code = subprocess.run([*launcher, *train, *words(stage, out, strategy)]).returncode
+    if code != 0:
+        raise SystemExit(code)
+
+
+def table(summaries: dict[Stage, dict[str, Any]]) -> str:
+    """One line a stage."""
+    lines = [f"{'stage':6}{'steps':>7}{'time':>9}  {'measure':28}{'before':>8}{'after':>8}"]
+    for stage, summary in summaries.items():
+        first, last = summary[f"{stage.metric}_first"], summary[f"{stage.metric}_last"]
+        spent = f"{stage.name:6}{summary['num_steps']:7}{duration(summary['seconds']):>9}"
+        lines.append(f"{spent}  {stage.measure:28}{first:8.3f}{last:8.3f}")
+    return "\n".join(lines)
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("runs/rlhf_demo"))
+    parser.add_argument("--strategy", choices=("deepspeed", "megatron"), default="deepspeed")
+    parser.add_argument("--stages", default="sft,rm,ppo", help="some of them, in this order (%(default)s)")
+    parser.add_argument("--master-port", type=int, default=29500, help="where the ranks meet (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+    chosen = [stage for stage in stages(args.out) if stage.name in args.stages.split(",")]
+    if not (args.out / "base" / "config.json").exists():
+        prepare(args.out, args.seed)
+    summaries = {}
+    for stage in chosen:
+        launch(stage, args.out, args.strategy, args.master_port)
+        summaries[stage] = json.loads((args.out / stage.name / "summary.json").read_text())
+    print(f"\n{table(summaries)}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

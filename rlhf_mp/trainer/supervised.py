@@ -1,0 +1,125 @@
+"""The loop of the tasks that learn from examples: fine-tuning, preference optimisation, reward models.
+
+Runs on every launched rank (SPMD), like the RL loop, with the same engines, checkpoints and metrics.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from rlhf_mp.algorithms.supervised import Task
+from rlhf_mp.data.collate import collate
+from rlhf_mp.data.types import Share, TokenBatch
+from rlhf_mp.observe.memory import peak_memory
+from rlhf_mp.observe.metrics import MetricLog
+from rlhf_mp.phase import Phase
+from rlhf_mp.train.base import Scorer, TrainEngine
+from rlhf_mp.trainer.best import Best
+from rlhf_mp.trainer.trainer import Checkpoints, Schedule, padding, scored
+
+
+class Batches(Protocol):
+    """This rank's share of one batch after the other."""
+
+    def fetch(self) -> Share: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@dataclass
+class SupervisedTrainer:
+    """One optimizer step per batch."""
+
+    schedule: Schedule
+    task: Task
+    actor: TrainEngine  # the model that is trained, whatever its head
+    reference: Scorer | None
+    batches: Batches
+    validation: Share | None
+    checkpoints: Checkpoints
+    log: MetricLog
+    watch: Callable[[Phase], AbstractContextManager[None]]  # a phase that hangs is reported
+    memory: Callable[[], Mapping[str, float]] = peak_memory
+    packed: bool = False  # engines leave out the padding of micro-batches
+    counts: bool = True  # False where another rank holds the same data, as a part of the same model
+    best: Best | None = None  # None: no validation is better than another
+    step: int = 0
+    _held_out: TokenBatch | None = field(default=None, init=False)
+
+    @property
+    def trained(self) -> dict[str, TrainEngine]:
+        """The models that checkpoints hold."""
+        return {"actor": self.actor}
+
+    def resume(self) -> None:
+        """Continue where the newest checkpoint stands, if there is one."""
+        self.checkpoints.load_newest(self)
+
+    def data_state(self) -> dict[str, Any]:
+        """Where the data stands once ``step`` steps are done."""
+        return self.batches.state_dict()
+
+    def load_data_state(self, state: dict[str, Any]) -> None:
+        self.batches.load_state_dict(state)
+
+    def train(self) -> None:
+        """Train from where it stands to the last step."""
+        self.log.start()
+        if self.step == 0 and self.schedule.val_before_train:
+            self.improves(self.evaluate())
+        while self.step < self.schedule.num_steps:
+            self.train_step()
+            self.step += 1
+            self.log.finish(self.step)
+            metrics = self.evaluate() if self.schedule.due(self.schedule.test_freq, self.step) else {}
+            if self.improves(metrics) or self.schedule.due(self.schedule.save_freq, self.step):
+                self.checkpoints.save(self)
+            self.log.start()
+
+    def train_step(self) -> None:
+        share = self.batches.fetch()
+        batch = collate(share.trajectories)
+        self.score(batch, share.score_rows)
+        with self.phase(Phase.train):
+            for minibatch in share.minibatches:
+                micro_batches = [batch.select(rows) for rows in minibatch.micro_batches]
+                metrics = self.actor.train_step(micro_batches, minibatch.totals, self.task.loss)
+                self.log.add(metrics, "train/")
+                if self.counts:
+                    self.log.add(share.metrics | padding(micro_batches, packed=self.packed))
+        self.log.add({name: (value, 1) for name, value in self.memory().items()})
+
+    def score(self, batch: TokenBatch, cut: list[list[int]]) -> None:
+        """Fill in what the task's loss needs of the reference model."""
+        if self.reference is not None:
+            with self.phase(Phase.score):
+                batch.ref_logprobs = scored(self.reference, batch, cut)
+
+    def evaluate(self) -> dict[str, float]:
+        """The loss and its metrics on held-out examples; written apart from a step. Empty without any."""
+        if self.validation is None:
+            return {}
+        self.log.start()
+        cut, (minibatch,) = self.validation.score_rows, self.validation.minibatches
+        if self._held_out is None:
+            self._held_out = collate(self.validation.trajectories)
+            self.score(self._held_out, cut)  # the reference is frozen: once is enough
+        with self.watch(Phase.score), torch.no_grad():
+            micro_batches = [self._held_out.select(rows) for rows in cut]
+            for batch, scores in zip(micro_batches, self.actor.score(micro_batches), strict=True):
+                _, metrics = self.task.loss(self.task.output(scores), batch, minibatch.totals)
+                if self.counts:
+                    self.log.add({name: (float(total), float(n)) for name, (total, n) in metrics.items()}, "eval/")
+        return self.log.finish(self.step, "eval")
+
+    def improves(self, metrics: dict[str, float]) -> bool:
+        """Whether a validation is the best so far, by the metric that decides it."""
+        return self.best is not None and bool(metrics) and self.best.offer(self.step, metrics)
+
+    @contextmanager
+    def phase(self, phase: Phase) -> Iterator[None]:
+        with self.watch(phase), self.log.time(phase):
+            yield
