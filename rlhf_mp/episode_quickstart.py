@@ -23,12 +23,14 @@ from pathlib import Path
 
 import torch
 
+from rlhf_mp.algorithms.supervised import fine_tuning_loss
 from rlhf_mp.config.multi_turn import MultiTurnConfig
 from rlhf_mp.config.schema import ActorConfig, OptimConfig
 from rlhf_mp.data.collate import collate
 from rlhf_mp.data.prompts import Prompt
-from rlhf_mp.data.types import PolicyOutput, TokenBatch, Totals, Trajectory
+from rlhf_mp.data.types import TokenBatch, Totals, Trajectory
 from rlhf_mp.environments.registered import environment_maker
+from rlhf_mp.models.heads import PolicyHead
 from rlhf_mp.models.hf import PreTrainedTokenizerBase, load_causal_lm, load_tokenizer
 from rlhf_mp.models.tiny import character_tokenizer, make_checkpoint
 from rlhf_mp.rollout.base import Completion, SamplingParams
@@ -110,25 +112,19 @@ def trajectory(prompt: Prompt, episode: Episode) -> Trajectory:
     return Trajectory(prompt.ids, episode.ids, episode.logprobs, episode.mask, episode.paid, 0, 0, "stop")
 
 
-def imitation_loss(
-    output: PolicyOutput, batch: TokenBatch, totals: Totals
-) -> tuple[torch.Tensor, dict[str, tuple[torch.Tensor, torch.Tensor]]]:
-    """Cross-entropy of what the player said."""
-    loss = -(output.logprobs * batch.mask).sum() / totals.num_tokens
-    return loss, {"loss": (loss, torch.ones(()))}
-
-
 def warm_start(name: str, model: Path, seed: int) -> float:
     """Fine-tune in place. Returns the last loss, in nats per token."""
     batch = demonstrations(name, load_tokenizer(str(model)), seed)
     actor = ActorConfig(optim=OptimConfig(lr=LEARNING_RATE, weight_decay=0.0))
-    settings = ForwardSettings(torch.device("cpu"), temperature=1.0, entropy_grad=False, offload_activations=False)
+    settings = ForwardSettings(torch.device("cpu"), PolicyHead())
     num_steps = EXAMPLES[name].num_steps
     engine = TorchEngine(load_causal_lm(str(model), torch.float32), settings, actor, num_steps)
     generator = random.Random(seed)
     for _ in range(num_steps):
         micro_batch = batch.select(generator.sample(range(len(batch.tokens)), BATCH))
-        metrics = engine.train_step([micro_batch], Totals(int(micro_batch.mask.sum()), BATCH), imitation_loss)
+        metrics = engine.train_step(
+            [micro_batch], Totals(int(micro_batch.mask.sum()), BATCH), fine_tuning_loss("token-mean")
+        )
     engine.module.save_pretrained(model)
     return metrics["loss"][0]
 

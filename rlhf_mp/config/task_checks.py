@@ -43,6 +43,7 @@ ACTS_IN = {
     "data.train_weights": RL,
     "data.truncation": RL,
     "data.curriculum_key": RL,
+    "data.reward_fn_key": RL,
     "data.curriculum_order": RL,
     "data.cache_dir": RL,
     "data.response_key": {"sft"},

@@ -11,6 +11,7 @@ from rlhf_mp.config.schema import ActorConfig, RolloutConfig
 from rlhf_mp.data.collate import collate
 from rlhf_mp.data.prompts import Prompt
 from rlhf_mp.environments.base import Turn
+from rlhf_mp.models.heads import PolicyHead
 from rlhf_mp.models.hf import load_causal_lm, load_tokenizer
 from rlhf_mp.rewards.base import Response, Setting
 from rlhf_mp.rewards.judge import JudgeReward
@@ -72,7 +73,7 @@ def episodes_of(server, path, *, fails=False, n=NUM_EPISODES):
 
 def test_the_trainers_logprobs_of_whole_episodes_are_the_engines(sglang_server, tiny_checkpoint):
     trajectories = episodes_of(sglang_server, tiny_checkpoint)
-    settings = ForwardSettings(torch.device("cpu"), temperature=1.0, entropy_grad=False, offload_activations=False)
+    settings = ForwardSettings(torch.device("cpu"), PolicyHead(1.0))
     engine = TorchEngine(load_causal_lm(str(tiny_checkpoint), torch.float32), settings, ActorConfig(), num_steps=1)
     batch = collate(trajectories)
     recomputed = engine.score([batch])[0]
