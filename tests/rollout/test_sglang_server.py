@@ -112,7 +112,7 @@ def test_every_knob_of_the_engine_changes_the_command_line():
     """But those that the scheduler sends with each request, or that decide about servers as such."""
     elsewhere = {
         "name", "n", "temperature", "top_p", "top_k", "num_engines", "startup_timeout_s", "request_timeout_s",
-        "val_kwargs",
+        "val_kwargs", "multi_turn",
     }  # fmt: skip
     changed = {
         "reproducible": False, "dtype": "float32", "tensor_model_parallel_size": 2, "gpu_memory_utilization": 0.1,
