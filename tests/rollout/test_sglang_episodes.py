@@ -1,6 +1,7 @@
 """Episodes on a real SGLang server: the trainer's log-probs of a whole episode against the engine's, turn by turn."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,13 +21,17 @@ from rlhf_mp.rewards.weighted import WeightedReward
 from rlhf_mp.rollout.base import SamplingParams
 from rlhf_mp.rollout.episodes import Episodes
 from rlhf_mp.rollout.sampler import Sampler
-from rlhf_mp.rollout.sglang_client import SGLangClient
+from rlhf_mp.rollout.sglang_client import EngineControl, SGLangClient
 from rlhf_mp.rollout.sglang_server import ServerPlan, SGLangServer
 from rlhf_mp.rollout.turns import TurnEncoder
 from rlhf_mp.train.accumulate import ForwardSettings
 from rlhf_mp.train.torch_engine import TorchEngine
+from rlhf_mp.weights.base import WeightSync
+from rlhf_mp.weights.buckets import Packer
+from rlhf_mp.weights.tensor import TensorTransport
 
 pytestmark = pytest.mark.engine
+CPU = torch.device("cpu")
 NUM_EPISODES, NUM_TURNS, TURN_TOKENS = 8, 4, 6
 
 
@@ -71,16 +76,28 @@ def episodes_of(server, path, *, fails=False, n=NUM_EPISODES):
     return asyncio.run(run())
 
 
+def swap_in(engine, server) -> None:
+    transport = TensorTransport(server.workers, gather=lambda own: [own], on_cpu=True)
+    control = EngineControl("engine", server.address, timeout_s=60)
+    packer = Packer(1_000_000, CPU, shared=True)
+    sync = WeightSync(
+        transport, [control], packer, dtype=torch.float32, is_sender=True, workers_per_engine=server.workers
+    )
+    sync.push(engine.weights(), 1, must_differ=False)
+
+
 def test_the_trainers_logprobs_of_whole_episodes_are_the_engines(sglang_server, tiny_checkpoint):
-    trajectories = episodes_of(sglang_server, tiny_checkpoint)
-    settings = ForwardSettings(torch.device("cpu"), PolicyHead(1.0))
+    settings = ForwardSettings(CPU, PolicyHead(1.0))
     engine = TorchEngine(load_causal_lm(str(tiny_checkpoint), torch.float32), settings, ActorConfig(), num_steps=1)
+    swap_in(engine, sglang_server)  # the server is everybody's, and may hold other weights
+    trajectories = episodes_of(sglang_server, tiny_checkpoint)
     batch = collate(trajectories)
     recomputed = engine.score([batch])[0]
     difference = ((recomputed - batch.rollout_logprobs) * batch.mask).abs().max().item()
     assert difference <= 1e-4
     # and the mask matters: what the environment wrote has log-probs too, only not the engine's
-    assert ((recomputed - batch.rollout_logprobs) * (1 - batch.mask)).abs().max().item() > 0.1
+    everywhere = engine.score([replace(batch, mask=torch.ones_like(batch.mask))])[0]
+    assert ((everywhere - batch.rollout_logprobs) * (1 - batch.mask)).abs().max().item() > 0.1
     assert {t.num_turns for t in trajectories} == {NUM_TURNS} and {t.finish_reason for t in trajectories} == {"turns"}
     assert all(t.reward == NUM_TURNS * 0.25 for t in trajectories)
     assert len({tuple(t.response_ids) for t in trajectories}) == NUM_EPISODES
