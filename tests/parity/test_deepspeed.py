@@ -50,7 +50,7 @@ def found(request, launched) -> dict:
 
 def test_the_reference_engine_really_trained(found):
     """Engines that stand still would agree with each other too."""
-    assert found["smallest_move"] > 1e-4
+    assert found["smallest_move"] > 2e-5  # by more than weights may differ
     assert len(set(found["loss"])) == len(found["loss"]) == 10
     assert all(abs(a - b) > 1e-3 for a, b in zip(found["loss"], found["loss"][1:], strict=False))
 

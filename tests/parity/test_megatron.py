@@ -85,7 +85,7 @@ def report(request, launched) -> dict:
 
 def test_every_layout_trains_like_one_process(report):
     assert report["first_loss"] != 0
-    assert report["smallest_move"] > 1e-4  # every weight has been trained
+    assert report["smallest_move"] > 2e-5  # every weight has been trained, by more than it may differ
     for name, case in report["layouts"].items():
         for what in ("loss", "grad_norm", "weights", "score", "frozen"):
             assert case[what] <= TOLERANCE, (name, what, case)

@@ -26,6 +26,7 @@ BACKENDS = [
     ),
 ]
 TOLERANCE = 1e-5
+OF_SCORES = 5e-5  # log-probs add up what weights differ by
 
 
 @pytest.fixture(scope="module", params=BACKENDS)
@@ -53,5 +54,6 @@ def report(request, tmp_path_factory) -> dict:
 def test_two_ranks_train_like_one_process(report, task):
     found = report[task]
     assert found["fell"] > 1e-3, "standing still would agree too"
-    for what in ("loss", "accuracy", "grad_norm", "weights", "score"):
+    for what in ("loss", "accuracy", "grad_norm", "weights"):
         assert found[what] <= TOLERANCE, (what, found)
+    assert found["score"] <= OF_SCORES, found
