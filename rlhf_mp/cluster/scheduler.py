@@ -9,7 +9,7 @@ from rlhf_mp.algorithms.contract import checked_estimator
 from rlhf_mp.cluster.groups import Group, filled, numbered, require_numbers, shaped, step_metrics
 from rlhf_mp.config.schema import RunConfig
 from rlhf_mp.data.order import Order
-from rlhf_mp.data.partition import Cut, Cuts, RankPlan, plan_step
+from rlhf_mp.data.partition import Cut, Cuts, plan_step
 from rlhf_mp.data.prompts import Prompt
 from rlhf_mp.data.types import SampleText, Share, Sums, TokenTrace, Trajectory
 from rlhf_mp.rewards.vote import vote
@@ -60,6 +60,26 @@ def critic_cuts(config: RunConfig) -> Cuts | None:
         return Cuts(Cut(max_tokens=train, packed=packed), Cut(max_tokens=score, packed=packed), critic.ppo_epochs)
     train, score = critic.ppo_micro_batch_size_per_gpu, critic.forward_micro_batch_size_per_gpu
     return Cuts(Cut(max_sequences=train), Cut(max_sequences=score), critic.ppo_epochs)
+
+
+def shares_of(config: RunConfig, trajectories: Sequence[Trajectory]) -> list[Share]:
+    """What each data-parallel rank gets of a step."""
+    actor, (train_cut, score_cut) = config.actor_rollout_ref.actor, cuts(config)
+    plans = plan_step(
+        [t.num_tokens for t in trajectories],
+        [sum(t.loss_mask) for t in trajectories],
+        [t.group_id for t in trajectories],
+        num_ranks=config.data_parallel_size,
+        groups_per_minibatch=actor.ppo_mini_batch_size,
+        ppo_epochs=actor.ppo_epochs,
+        train_cut=train_cut,
+        score_cut=score_cut,
+        critic=critic_cuts(config),
+    )
+    return [
+        Share([trajectories[row] for row in plan.rows], plan.score_rows, plan.minibatches, critic=plan.critic)
+        for plan in plans
+    ]
 
 
 class RolloutScheduler:
@@ -199,23 +219,7 @@ class RolloutScheduler:
         return [t.reward for t in found]
 
     def _shares(self, prompts: Sequence[Prompt], trajectories: list[Trajectory], metrics: Sums) -> list[Share]:
-        actor = self.config.actor_rollout_ref.actor
-        train_cut, score_cut = cuts(self.config)
-        plans: list[RankPlan] = plan_step(
-            [t.num_tokens for t in trajectories],
-            [sum(t.loss_mask) for t in trajectories],
-            [t.group_id for t in trajectories],
-            num_ranks=self.config.data_parallel_size,
-            groups_per_minibatch=actor.ppo_mini_batch_size,
-            ppo_epochs=actor.ppo_epochs,
-            train_cut=train_cut,
-            score_cut=score_cut,
-            critic=critic_cuts(self.config),
-        )
-        shares = [
-            Share([trajectories[row] for row in plan.rows], plan.score_rows, plan.minibatches, critic=plan.critic)
-            for plan in plans
-        ]
+        shares = shares_of(self.config, trajectories)
         shares[0] = replace(shares[0], metrics=metrics, samples=self._training_texts(prompts, shares[0].trajectories))
         return shares
 

@@ -14,10 +14,9 @@ from ppo_reference import Knobs, Reference
 
 from rlhf_mp.algorithms.base import make_algorithm
 from rlhf_mp.cluster.ranks import Ranks
-from rlhf_mp.cluster.scheduler import critic_cuts, cuts
+from rlhf_mp.cluster.scheduler import shares_of
 from rlhf_mp.config.load import config_from_dict
 from rlhf_mp.config.schema import RunConfig
-from rlhf_mp.data.partition import plan_step
 from rlhf_mp.data.types import Share, Trajectory
 from rlhf_mp.observe.metrics import MetricLog
 from rlhf_mp.observe.reduce import reduce_over_ranks
@@ -75,20 +74,7 @@ class Rollouts:
         self.config, self.dp_rank, self.vocab = config, dp_rank, vocab
 
     def fetch(self, step: int) -> Share:
-        made, actor = trajectories(step, self.vocab), self.config.actor_rollout_ref.actor
-        train_cut, score_cut = cuts(self.config)
-        plan = plan_step(
-            [t.num_tokens for t in made],
-            [sum(t.loss_mask) for t in made],
-            [t.group_id for t in made],
-            num_ranks=self.config.data_parallel_size,
-            groups_per_minibatch=actor.ppo_mini_batch_size,
-            ppo_epochs=actor.ppo_epochs,
-            train_cut=train_cut,
-            score_cut=score_cut,
-            critic=critic_cuts(self.config),
-        )[self.dp_rank]
-        return Share([made[row] for row in plan.rows], plan.score_rows, plan.minibatches, critic=plan.critic)
+        return shares_of(self.config, trajectories(step, self.vocab))[self.dp_rank]
 
 
 def make_trainer(config: RunConfig, vocab: int) -> Trainer:
