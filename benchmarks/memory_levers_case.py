@@ -22,7 +22,7 @@ from rlhf_mp.data.types import TokenBatch, Totals, Trajectory
 from rlhf_mp.observe.live_bytes import LiveBytes
 from rlhf_mp.observe.memory import get_memory_usage, host_peak, reset_peak
 from rlhf_mp.train.build import make_actor
-from rlhf_mp.trainer.trainer import padding
+from rlhf_mp.trainer.loop import padding
 
 SEQUENCES, GROUP, PROMPT, LONGEST, VOCABULARY = 8, 4, 16, 240, 16384
 FIXED = {

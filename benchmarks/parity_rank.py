@@ -23,7 +23,7 @@ from rlhf_mp.train import megatron_cpu
 from rlhf_mp.train.accumulate import ForwardSettings
 from rlhf_mp.train.base import TrainEngine
 from rlhf_mp.train.torch_engine import TorchEngine
-from rlhf_mp.trainer.trainer import scored
+from rlhf_mp.trainer.loop import scored
 
 CPU = torch.device("cpu")
 PROMPTS, RESPONSES, MINI_BATCH, MAX_TOKENS = 8, 4, 4, 96

@@ -40,8 +40,9 @@ from rlhf_mp.train.base import Scorer, TrainEngine
 from rlhf_mp.train.build import make_actor, make_critic, make_reference, make_reward_scorer, trained_head
 from rlhf_mp.trainer.best import Best
 from rlhf_mp.trainer.checkpoints import RunCheckpoints
+from rlhf_mp.trainer.loop import Schedule
 from rlhf_mp.trainer.reward_model import RewardModel
-from rlhf_mp.trainer.trainer import Schedule, Trainer
+from rlhf_mp.trainer.trainer import Trainer
 from rlhf_mp.weights.base import Transport, WeightSync
 from rlhf_mp.weights.buckets import Packer
 from rlhf_mp.weights.canary import make_canary

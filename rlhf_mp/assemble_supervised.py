@@ -14,8 +14,8 @@ from rlhf_mp.observe.reduce import reduce_over_ranks
 from rlhf_mp.planner.term import Role
 from rlhf_mp.train.build import make_actor, make_reference
 from rlhf_mp.trainer.best import Best
+from rlhf_mp.trainer.loop import Schedule
 from rlhf_mp.trainer.supervised import SupervisedTrainer
-from rlhf_mp.trainer.trainer import Schedule
 
 
 def make_supervised_trainer(job: Job) -> SupervisedTrainer:

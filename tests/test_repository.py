@@ -63,7 +63,7 @@ PROTOCOLS = [
     ("trainer/trainer.py", "Rollouts", "cluster/client.py", "RolloutClient"),
     ("trainer/supervised.py", "Batches", "data/batches.py", "Batches"),
     ("trainer/trainer.py", "Swap", "weights/swap.py", "VerifiedSwap"),
-    ("trainer/trainer.py", "Checkpoints", "trainer/checkpoints.py", "RunCheckpoints"),
+    ("trainer/loop.py", "Checkpoints", "trainer/checkpoints.py", "RunCheckpoints"),
     ("trainer/checkpoints.py", "Ranks", "cluster/ranks.py", "Ranks"),
 ]
 CONFIG_NAMES = {"config", "actor", "rollout", "policy", "trainer", "knobs", "data", "optim", "fsdp", "actor_config"}

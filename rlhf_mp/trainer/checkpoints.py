@@ -10,7 +10,7 @@ import torch
 
 from rlhf_mp import checkpoint
 from rlhf_mp.errors import CheckpointError
-from rlhf_mp.trainer.trainer import Trainer
+from rlhf_mp.trainer.loop import Loop
 
 
 class Ranks(Protocol):
@@ -50,7 +50,7 @@ class RunCheckpoints:
         self.resume_from, self.resume, self.identity = resume_from, resume, identity
         self.trained, self.export, self.say = trained, export, say
 
-    def save(self, trainer: Trainer) -> None:
+    def save(self, trainer: Loop) -> None:
         """Collective. Older checkpoints go only after the new one is whole.
 
         Raises:
@@ -63,7 +63,7 @@ class RunCheckpoints:
             checkpoint.remove_old(self.run_dir, self.keep, spare=trainer.best.step if trainer.best else None)
         self.ranks.barrier()
 
-    def write(self, trainer: Trainer, folder: Path) -> None:
+    def write(self, trainer: Loop, folder: Path) -> None:
         """Collective. One checkpoint, anywhere; what was at ``folder`` goes when the new one is whole.
 
         Raises:
@@ -85,7 +85,7 @@ class RunCheckpoints:
                 self.say(f"checkpoint {folder}")
         self.ranks.barrier()
 
-    def _state(self, trainer: Trainer) -> dict[str, Any]:
+    def _state(self, trainer: Loop) -> dict[str, Any]:
         return {
             "step": trainer.step,  # the weight version is the same number
             "model": self.identity,
@@ -95,7 +95,7 @@ class RunCheckpoints:
             **trainer.state_dict(),
         }
 
-    def load_newest(self, trainer: Trainer) -> None:
+    def load_newest(self, trainer: Loop) -> None:
         """Collective. Continue from a checkpoint, or leave the trainer at step 0.
 
         Raises:
@@ -105,7 +105,7 @@ class RunCheckpoints:
         if found is not None:
             self._load(trainer, *found)
 
-    def read(self, trainer: Trainer, folder: Path) -> None:
+    def read(self, trainer: Loop, folder: Path) -> None:
         """Collective. Continue from one checkpoint, anywhere.
 
         Raises:
@@ -119,7 +119,7 @@ class RunCheckpoints:
         if reasons := list(checkpoint.misfits(state, self.identity, self.ranks.num_ranks, self.trained)):
             raise CheckpointError(f"{folder} {'; '.join(reasons)}\n    fix: trainer.experiment_name=<new name>")
 
-    def _load(self, trainer: Trainer, folder: Path, state: dict[str, Any]) -> None:
+    def _load(self, trainer: Loop, folder: Path, state: dict[str, Any]) -> None:
         for name, engine in trainer.trained.items():
             engine.load(folder / name)
         torch.set_rng_state(torch.load(folder / f"rng_{self.ranks.rank}.pt", weights_only=True))

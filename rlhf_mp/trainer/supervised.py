@@ -3,8 +3,6 @@
 Runs on every launched rank (SPMD), like the RL loop, with the same engines, checkpoints and metrics.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -13,12 +11,9 @@ import torch
 from rlhf_mp.algorithms.supervised import Task
 from rlhf_mp.data.collate import collate
 from rlhf_mp.data.types import Share, TokenBatch
-from rlhf_mp.observe.memory import peak_memory
-from rlhf_mp.observe.metrics import MetricLog
 from rlhf_mp.phase import Phase
 from rlhf_mp.train.base import Scorer, TrainEngine
-from rlhf_mp.trainer.best import Best
-from rlhf_mp.trainer.trainer import Checkpoints, Schedule, padding, scored
+from rlhf_mp.trainer.loop import Loop, padding, scored
 
 
 class Batches(Protocol):
@@ -29,36 +24,21 @@ class Batches(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-@dataclass
-class SupervisedTrainer:
+@dataclass(kw_only=True)
+class SupervisedTrainer(Loop):
     """One optimizer step per batch."""
 
-    schedule: Schedule
     task: Task
     actor: TrainEngine  # the model that is trained, whatever its head
     reference: Scorer | None
     batches: Batches
     validation: Share | None
-    checkpoints: Checkpoints
-    log: MetricLog
-    watch: Callable[[Phase], AbstractContextManager[None]]  # a phase that hangs is reported
-    memory: Callable[[], Mapping[str, float]] = peak_memory
-    packed: bool = False  # engines leave out the padding of micro-batches
-    counts: bool = True  # False where another rank holds the same data, as a part of the same model
-    stop_requested: Callable[[], bool] = lambda: False  # collective; asked once a step
-    best: Best | None = None  # None: no validation is better than another
-    stop_requested: Callable[[], bool] = lambda: False  # collective; asked once a step
-    step: int = 0
     _held_out: TokenBatch | None = field(default=None, init=False)
 
     @property
     def trained(self) -> dict[str, TrainEngine]:
         """The models that checkpoints hold."""
         return {"actor": self.actor}
-
-    def resume(self) -> None:
-        """Continue where the newest checkpoint stands, if there is one."""
-        self.checkpoints.load_newest(self)
 
     def state_dict(self) -> dict[str, Any]:
         """What decides the next step beside the model: the place in the data."""
@@ -67,26 +47,8 @@ class SupervisedTrainer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.batches.load_state_dict(state["data"])
 
-    @property
-    def finished(self) -> bool:
-        return self.step >= self.schedule.num_steps
-
-    def train(self) -> None:
-        """Train to the last step, or save and return at the end of a step in which a stop was requested."""
-        self.log.start()
-        if self.step == 0 and self.schedule.val_before_train:
-            self.improves(self.evaluate())
-        while not self.finished:
-            self.train_step()
-            self.step += 1
-            self.log.finish(self.step)
-            if not self.finished and self.stop_requested():
-                self.checkpoints.save(self)
-                return
-            metrics = self.evaluate() if self.schedule.due(self.schedule.test_freq, self.step) else {}
-            if self.improves(metrics) or self.schedule.due(self.schedule.save_freq, self.step):
-                self.checkpoints.save(self)
-            self.log.start()
+    def publish(self) -> None:
+        """Nobody samples from this model."""
 
     def train_step(self) -> None:
         share = self.batches.fetch()
@@ -123,12 +85,3 @@ class SupervisedTrainer:
                 if self.counts:
                     self.log.add({name: (float(total), float(n)) for name, (total, n) in metrics.items()}, "eval/")
         return self.log.finish(self.step, "eval")
-
-    def improves(self, metrics: dict[str, float]) -> bool:
-        """Whether a validation is the best so far, by the metric that decides it."""
-        return self.best is not None and bool(metrics) and self.best.offer(self.step, metrics)
-
-    @contextmanager
-    def phase(self, phase: Phase) -> Iterator[None]:
-        with self.watch(phase), self.log.time(phase):
-            yield

@@ -1,7 +1,5 @@
 """The RL loop. Runs on every launched rank (SPMD); each line means the same thing on all of them."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,11 +11,9 @@ from rlhf_mp.algorithms.normalize import SumOverRanks, only_rank
 from rlhf_mp.algorithms.value_loss import value_metrics
 from rlhf_mp.data.collate import collate, with_estimates
 from rlhf_mp.data.types import LossFn, MiniBatch, SampleText, Share, Sums, TokenBatch
-from rlhf_mp.observe.memory import peak_memory
-from rlhf_mp.observe.metrics import MetricLog
 from rlhf_mp.phase import Phase
 from rlhf_mp.train.base import Scorer, TrainEngine
-from rlhf_mp.trainer.best import Best
+from rlhf_mp.trainer.loop import Loop, padding, scored
 from rlhf_mp.trainer.reward_model import RewardModel
 
 
@@ -37,60 +33,25 @@ class Swap(Protocol):
     def push(self, actor: TrainEngine, version: int, *, must_differ: bool) -> Sums: ...
 
 
-class Checkpoints(Protocol):
-    def save(self, trainer: "Trainer") -> None: ...
-    def load_newest(self, trainer: "Trainer") -> None: ...
-    def write(self, trainer: "Trainer", folder: Path) -> None: ...
-    def read(self, trainer: "Trainer", folder: Path) -> None: ...
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """When the run does what."""
-
-    num_steps: int
-    test_freq: int  # -1: only at the end
-    save_freq: int  # -1: only at the end
-    val_before_train: bool
-    critic_warmup: int = 0  # first steps that train the critic alone
-
-    def due(self, frequency: int, step: int) -> bool:
-        return step == self.num_steps or (frequency > 0 and step % frequency == 0)
-
-
-@dataclass
-class Trainer:
+@dataclass(kw_only=True)
+class Trainer(Loop):
     """Weight version v is what step v samples from; after ``step`` steps the version is ``step``."""
 
-    schedule: Schedule
     actor: TrainEngine
     reference: Scorer | None
     algorithm: Algorithm
     rollouts: Rollouts
     swap: Swap
-    checkpoints: Checkpoints
-    log: MetricLog
-    watch: Callable[[Phase], AbstractContextManager[None]]  # a phase that hangs is reported
     has_validation: bool
-    memory: Callable[[], Mapping[str, float]] = peak_memory
     critic: TrainEngine | None = None
     reward_model: RewardModel | None = None
     sum_over_ranks: SumOverRanks = only_rank
-    packed: bool = False  # engines leave out the padding of micro-batches
-    counts: bool = True  # False where another rank holds the same data, as a part of the same model
-    stop_requested: Callable[[], bool] = lambda: False  # collective; asked once a step
-    best: Best | None = None  # None: no validation is better than another
-    step: int = 0
     last_grad_norm: float = field(default=0.0, init=False)
 
     @property
     def trained(self) -> dict[str, TrainEngine]:
         """The models that checkpoints hold."""
         return {"actor": self.actor} | ({"critic": self.critic} if self.critic is not None else {})
-
-    def resume(self) -> None:
-        """Continue where the newest checkpoint stands, if there is one."""
-        self.checkpoints.load_newest(self)
 
     def save_checkpoint(self, path: str | Path) -> None:
         """Collective, after a step. Everything that the next one depends on, in a folder that this run never removes.
@@ -118,29 +79,6 @@ class Trainer:
         self.algorithm.load_state_dict(state["algorithm"])
         if self.reward_model is not None and "reward_model" in state:  # it may have come only now
             self.reward_model.load_state_dict(state["reward_model"])
-
-    @property
-    def finished(self) -> bool:
-        return self.step >= self.schedule.num_steps
-
-    def train(self) -> None:
-        """Train to the last step, or save and return at the end of a step in which a stop was requested."""
-        self.publish()
-        self.log.start()
-        if self.step == 0 and self.schedule.val_before_train:
-            self.improves(self.evaluate())
-        while not self.finished:
-            self.train_step()
-            self.step += 1
-            self.publish()
-            self.log.finish(self.step)
-            if not self.finished and self.stop_requested():
-                self.checkpoints.save(self)
-                return
-            metrics = self.evaluate() if self.schedule.due(self.schedule.test_freq, self.step) else {}
-            if self.improves(metrics) or self.schedule.due(self.schedule.save_freq, self.step):
-                self.checkpoints.save(self)
-            self.log.start()
 
     def train_step(self) -> None:
         with self.phase(Phase.rollout):
@@ -211,34 +149,3 @@ class Trainer:
         self.log.add(metrics, "eval/")
         self.log.samples(self.step, samples)
         return self.log.finish(self.step, "eval")
-
-    def improves(self, metrics: dict[str, float]) -> bool:
-        """Whether a validation is the best so far, by the metric that decides it."""
-        return self.best is not None and bool(metrics) and self.best.offer(self.step, metrics)
-
-    @contextmanager
-    def phase(self, phase: Phase) -> Iterator[None]:
-        with self.watch(phase), self.log.time(phase):
-            yield
-
-
-def scored(model: Scorer, batch: TokenBatch, cut: list[list[int]]) -> torch.Tensor:
-    """Log-probs or values of all rows, computed micro-batch by micro-batch."""
-    result = torch.zeros_like(batch.rollout_logprobs)
-    for rows, scores in zip(cut, model.score([batch.select(rows) for rows in cut]), strict=True):
-        if rows:  # an empty micro-batch only keeps the ranks in step
-            result[rows, : scores.shape[1]] = scores
-    return result
-
-
-def padding(micro_batches: list[TokenBatch], *, packed: bool) -> Sums:
-    """Tokens trained on, and the share of computed positions that were padding."""
-    real = sum(float(b.lengths.sum()) for b in micro_batches if b.mask.any())
-    computed = sum(positions(b, packed=packed) for b in micro_batches)
-    return {"train/tokens": (real, 1), "train/padding_fraction": (computed - real, computed)}
-
-
-def positions(batch: TokenBatch, *, packed: bool) -> int:
-    """Tokens that go through the model."""
-    rows, width = batch.tokens.shape
-    return int(batch.lengths.clamp(max=width).sum()) if packed else rows * width

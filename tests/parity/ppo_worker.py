@@ -21,7 +21,8 @@ from rlhf_mp.data.types import Share, Trajectory
 from rlhf_mp.observe.metrics import MetricLog
 from rlhf_mp.observe.reduce import reduce_over_ranks
 from rlhf_mp.train.build import join_ranks, make_actor, make_critic, make_reference
-from rlhf_mp.trainer.trainer import Schedule, Trainer
+from rlhf_mp.trainer.loop import Schedule
+from rlhf_mp.trainer.trainer import Trainer
 
 NUM_STEPS = 4
 

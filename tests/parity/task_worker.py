@@ -46,7 +46,7 @@ def train(engine: TrainEngine, config, examples, cut: Cut, layout: ParallelLayou
         share = batches.fetch()
         batch = collate(share.trajectories)
         if reference is not None:
-            from rlhf_mp.trainer.trainer import scored
+            from rlhf_mp.trainer.loop import scored
 
             batch.ref_logprobs = scored(reference, batch, share.score_rows)
         (minibatch,) = share.minibatches

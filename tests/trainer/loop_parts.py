@@ -11,7 +11,8 @@ from rlhf_mp.config.schema import ActorConfig
 from rlhf_mp.data.types import MiniBatch, Passes, SampleText, Share, Totals, Trajectory
 from rlhf_mp.observe.metrics import MetricLog
 from rlhf_mp.phase import Phase
-from rlhf_mp.trainer.trainer import Schedule, Trainer
+from rlhf_mp.trainer.loop import Schedule
+from rlhf_mp.trainer.trainer import Trainer
 
 # Two prompts with two responses each; rows of 3, 5, 4 and 3 tokens.
 TRAJECTORIES = [

@@ -22,8 +22,8 @@ from rlhf_mp.observe.metrics import MetricLog
 from rlhf_mp.phase import Phase
 from rlhf_mp.train.build import make_actor, make_reference, trained_head
 from rlhf_mp.trainer.checkpoints import RunCheckpoints
+from rlhf_mp.trainer.loop import Schedule
 from rlhf_mp.trainer.supervised import SupervisedTrainer
-from rlhf_mp.trainer.trainer import Schedule
 
 CPU = torch.device("cpu")
 TASKS = ["sft", "dpo", "reward_model"]

@@ -12,7 +12,7 @@ from rlhf_mp.errors import EngineError
 from rlhf_mp.observe.metrics import MetricLog
 from rlhf_mp.phase import Phase
 from rlhf_mp.trainer.best import Best
-from rlhf_mp.trainer.trainer import Schedule, padding, scored
+from rlhf_mp.trainer.loop import Schedule, padding, scored
 
 
 def test_two_steps_from_the_first_weights_to_the_last():
