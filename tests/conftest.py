@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from rlhf_mp.cluster.bootstrap import LAUNCHER_ENV
 from rlhf_mp.cluster.launcher import use_own_compiler_cache
 
 # The same examples every time, however busy the machine is.
@@ -15,6 +16,15 @@ settings.load_profile("repeatable")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 use_own_compiler_cache()
+
+
+@pytest.fixture(autouse=True)
+def no_launcher_variables_stay() -> Iterator[None]:
+    """What one test leaves of a launcher's variables, every job that a later test starts would inherit."""
+    names = (*LAUNCHER_ENV, "RLHF_MP_JOB", "RLHF_MP_TMP")
+    before = {name: os.environ.get(name) for name in names}
+    yield
+    assert {name: os.environ.get(name) for name in names} == before
 
 
 @pytest.fixture(scope="session")

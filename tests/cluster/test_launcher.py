@@ -1,6 +1,7 @@
 """The same rank from every launcher's variables."""
 
 import os
+from unittest.mock import patch
 
 import pytest
 
@@ -30,17 +31,16 @@ SBATCH_SCRIPT = {"SLURM_JOB_ID": "123456", "SLURM_PROCID": "0", "SLURM_LOCALID":
 
 
 @pytest.fixture
-def environ(monkeypatch):
-    """Start with the given variables as the whole environment."""
+def environ():
+    """Start with the given variables as the whole environment; afterwards it is as before, what was added is gone."""
 
     def become(variables):
-        for name in list(os.environ):
-            monkeypatch.delenv(name)
-        for name, value in variables.items():
-            monkeypatch.setenv(name, value)
+        os.environ.clear()
+        os.environ.update(variables)
         return os.environ
 
-    return become
+    with patch.dict(os.environ):
+        yield become
 
 
 @pytest.mark.parametrize(

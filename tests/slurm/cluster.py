@@ -19,6 +19,8 @@ BASE, HOSTS_PER_CLUSTER = "10.42.0", 254
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "PREEMPTED"}
 DAEMONS = ("init.sh", "slurmd -N", "sleep 3600", "ps axo")
 
+# A round of pings lasts 3 TCPTimeouts once a node is dead, and others are asked every second round: SlurmdTimeout must
+# be several rounds, or living nodes are given up with the dead one.
 SLURM_CONF = """
 ClusterName=test
 SlurmctldHost=ctl
@@ -47,9 +49,9 @@ JobAcctGatherType=jobacct_gather/none
 JobCompType=jobcomp/none
 ReturnToService=2
 SlurmctldTimeout=30
-SlurmdTimeout=15
+SlurmdTimeout=25
 MessageTimeout=5
-TCPTimeout=2
+TCPTimeout=1
 KillWait=5
 UnkillableStepTimeout=20
 CompleteWait=0

@@ -66,10 +66,10 @@ class Job:
     def wait_for(self, condition: Callable[[], bool], timeout_s: float = 60) -> None:
         assert wait_until(condition, timeout_s), f"{self.cluster.job(self.number)}\n{self.log()}"
 
-    def wait_ready(self, restart: int = 0, num_ranks: int = 2) -> list[str]:
+    def wait_ready(self, restart: int = 0, num_ranks: int = 2, timeout_s: float = 60) -> list[str]:
         """What each rank of endless.py said of itself, once all run."""
         files = [self.run_dir / f"ready.{rank}.{restart}" for rank in range(num_ranks)]
-        self.wait_for(lambda: all(file.exists() and file.read_text() for file in files))
+        self.wait_for(lambda: all(file.exists() and file.read_text() for file in files), timeout_s)
         return [file.read_text() for file in files]
 
     def end(self, rank: int, exit_code: int, restart: int = 0) -> None:

@@ -61,11 +61,13 @@ def test_a_missing_environment(sbatch, tmp_path):
     assert "nowhere.sh could not be read" in log
 
 
-def test_a_busy_port(sbatch, cluster):
+def test_a_busy_port(sbatch, cluster, env_file, tmp_path):
+    own = tmp_path / "env.sh"
+    own.write_text(f"{env_file.read_text()}export MASTER_PORT=23456\n")
     listen = "import socket, time; s = socket.socket(); s.bind(('', 23456)); s.listen(); time.sleep(60)"
     cluster.run("sh", "-c", f'python3 -c "{listen}" >/dev/null 2>&1 & echo $! > /tmp/listener', on="n1")
     try:
-        log = refused(sbatch(environ={"MASTER_PORT": "23456"}))
+        log = refused(sbatch(environ={"RLHF_MP_ENV": str(own)}))
     finally:
         cluster.run("sh", "-c", "kill $(cat /tmp/listener); rm /tmp/listener", on="n1")
     assert "MASTER_PORT = 23456: another process listens there" in log
