@@ -67,4 +67,4 @@ def read_examples(job: Job) -> tuple[ExampleSet, ExampleSet]:
     stop_ids = stop_token_ids(model.path, tokenizer, trust_remote_code=model.trust_remote_code)
     reader = ExampleReader(job.config.trainer.task, tokenizer, stop_ids, data)
     validation = reader.read(data.val_files, data.val_max_samples) if data.val_files else ExampleSet([], [])
-    return reader.read(data.train_files), validation
+    return reader.read(data.train_files, data.train_max_samples), validation

@@ -98,7 +98,7 @@ class SchedulerActor:
         write_output_to(log_file)
         model, data = config.actor_rollout_ref.model, config.data
         tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
-        train = load_prompts(data.train_files, tokenizer, data)
+        train = load_prompts(data.train_files, tokenizer, data).first(data.train_max_samples)
         validation = {
             name: load_prompts([file], tokenizer, data).first(data.val_max_samples)
             for name, file in zip(file_names(data.val_files), data.val_files, strict=True)

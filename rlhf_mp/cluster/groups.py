@@ -9,6 +9,7 @@ from rlhf_mp.config.reward import OverlongBufferConfig
 from rlhf_mp.data.prompts import Prompt
 from rlhf_mp.data.types import Sums, Trajectory
 from rlhf_mp.errors import SampleError
+from rlhf_mp.rewards.rules import overlong_penalty
 
 SHOWN = 200  # characters of a text in an error
 
@@ -77,16 +78,10 @@ def numbered(groups: Sequence[Group]) -> list[list[Trajectory]]:
     return [[replace(t, group_id=i) for t in group.responses] for i, group in enumerate(groups)]
 
 
-def overlong_penalty(length: int, max_length: int, buffer: OverlongBufferConfig) -> float:
-    """0 outside the buffer, -penalty_factor at the full length, a line between.
-
-    Source: DAPO, arXiv:2503.14476 eq. 13.
-    """
-    return -max(0, length - (max_length - buffer.len)) / buffer.len * buffer.penalty_factor
-
-
 def shaped(t: Trajectory, max_length: int, buffer: OverlongBufferConfig) -> Trajectory:
-    return replace(t, reward=t.reward + overlong_penalty(len(t.response_ids), max_length, buffer))
+    """With the reward lowered by up to ``buffer.penalty_factor`` for a response that ends in the buffer."""
+    penalty = overlong_penalty(len(t.response_ids), max_length, buffer.len)
+    return replace(t, reward=t.reward + buffer.penalty_factor * penalty)
 
 
 def step_metrics(groups: Sequence[Sequence[Trajectory]], step: int) -> Sums:

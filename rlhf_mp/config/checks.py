@@ -197,6 +197,7 @@ def _trainer_problems(config: RunConfig) -> Iterator[Problem]:
     for key, value in (
         ("trainer.test_freq", trainer.test_freq),
         ("trainer.save_freq", trainer.save_freq),
+        ("data.train_max_samples", data.train_max_samples),
         ("data.val_max_samples", data.val_max_samples),
     ):
         if value == 0:

@@ -31,6 +31,7 @@ class DataConfig:
     seed: int = knob(1, "order of prompts", ge=0)
     curriculum_key: str | None = knob(None, "column with a number: every epoch goes through the prompts by it")
     curriculum_order: Literal["ascending", "descending"] = knob("ascending", "small numbers first, or large ones")
+    train_max_samples: int = knob(-1, "use only the first so many rows of each training file; -1: all", ge=-1)
     val_max_samples: int = knob(-1, "use only the first so many rows of each validation file; -1: all", ge=-1)
     cache_dir: str | None = knob(
         None, "tokenised prompts are kept here for the next start; unset: prompts/ in the run directory"

@@ -2,8 +2,8 @@
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from itertools import islice
+from dataclasses import asdict, dataclass, replace
+from itertools import accumulate, islice
 from math import isfinite
 from pathlib import Path
 from typing import Any, Protocol, overload
@@ -22,7 +22,7 @@ from rlhf_mp.errors import ConfigError, Problem
 MAX_PROBLEMS = 10  # bad rows shown; a wrong column name makes every row bad
 NOT_IN_PROMPTS = {  # knobs that change neither a prompt nor which prompts there are
     "train_files", "val_files", "train_weights", "train_batch_size", "max_response_length", "shuffle", "seed",
-    "curriculum_order", "val_max_samples", "cache_dir",
+    "curriculum_order", "train_max_samples", "val_max_samples", "cache_dir",
 }  # fmt: skip
 
 
@@ -76,8 +76,12 @@ class PromptSet(Sequence[Prompt]):
         return None if self.table["key"].null_count else self.table["key"].to_numpy()
 
     def first(self, count: int) -> "PromptSet":
-        """Only the first ``count``; -1: all."""
-        return self if count < 0 else PromptSet(self.table.slice(0, count), self.facts)
+        """Only the first ``count`` of each entry, a file or a folder; -1: all."""
+        if count < 0:
+            return self
+        starts, sizes = accumulate(self.facts.sizes, initial=0), [min(count, size) for size in self.facts.sizes]
+        parts = [self.table.slice(start, size) for start, size in zip(starts, sizes, strict=False)]
+        return PromptSet(arrow.concat_tables(parts), replace(self.facts, sizes=sizes))
 
 
 def load_prompts(files: Sequence[str], tokenizer: Tokenizer, data: DataConfig) -> PromptSet:

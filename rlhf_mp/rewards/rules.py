@@ -7,6 +7,14 @@ from rlhf_mp.data.prompts import Prompt
 from rlhf_mp.rewards.base import Failure, Response, Setting, TextRule, rewards
 
 
+def overlong_penalty(num_tokens: int, max_tokens: int, buffer_tokens: int) -> float:
+    """0 up to the buffer before ``max_tokens``, falling linearly to -1 at its end, and -1 beyond.
+
+    Source: DAPO, arXiv:2503.14476 eq. 13, with L_max = max_tokens and L_cache = buffer_tokens.
+    """
+    return -min(1.0, max(0.0, (num_tokens - (max_tokens - buffer_tokens)) / buffer_tokens))
+
+
 @rewards.register("exact")
 class ExactReward(TextRule):
     """1 for the reference answer itself, apart from white space around it."""
@@ -47,14 +55,10 @@ class FormatReward(TextRule):
 
 @rewards.register("length")
 class LengthReward(TextRule):
-    """DAPO's soft punishment of overlong responses: 0, then falling linearly, then -1.
-
-    Source: arXiv:2503.14476 eq. 13, with L_max = max_tokens and L_cache = buffer_tokens.
-    """
+    """``overlong_penalty`` of every response."""
 
     term: LengthTerm
 
     def worth(self, prompt: Prompt, response: Response) -> float:
         longest = self.term.max_tokens or self.setting.max_response_length
-        free = longest - self.term.buffer_tokens
-        return -min(1.0, max(0.0, (response.num_tokens - free) / self.term.buffer_tokens))
+        return overlong_penalty(response.num_tokens, longest, self.term.buffer_tokens)

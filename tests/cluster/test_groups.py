@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from rlhf_mp.cluster.groups import Group, filled, numbered, overlong_penalty, require_numbers
+from rlhf_mp.cluster.groups import Group, filled, numbered, require_numbers, shaped
 from rlhf_mp.config.reward import OverlongBufferConfig
 from rlhf_mp.data.prompts import Prompt
 from rlhf_mp.data.types import Trajectory
@@ -62,5 +62,6 @@ def test_a_reward_that_is_no_number_names_its_sample(bad, where):
 
 def test_length_is_punished_along_a_line_inside_the_buffer():
     buffer = OverlongBufferConfig(enable=True, len=4, penalty_factor=2.0)
-    found = [overlong_penalty(length, 16, buffer) for length in (0, 12, 13, 14, 16)]
-    assert found == [0, 0, -0.5, -1.0, -2.0]
+    responses = [Trajectory([1], [7] * n, [0.0] * n, [True] * n, 1.0, 0, 0, "stop") for n in (1, 12, 13, 14, 16)]
+    found = [shaped(response, 16, buffer).reward for response in responses]
+    assert found == [1.0, 1.0, 0.5, 0.0, -1.0]

@@ -192,6 +192,13 @@ RULES = [  # words that break the rule, key of the problem, part of the reason, 
     (["trainer.save_freq=0"], "trainer.save_freq", "-1 or at least 1", "trainer.save_freq=-1", "trainer.save_freq=1"),
     (["trainer.test_freq=0"], "trainer.test_freq", "-1 or at least 1", "trainer.test_freq=-1", "trainer.test_freq=-1"),
     (
+        ["data.train_max_samples=0"],
+        "data.train_max_samples",
+        "-1 or at least 1",
+        "data.train_max_samples=-1",
+        "data.train_max_samples=1",
+    ),
+    (
         ["data.val_max_samples=0"],
         "data.val_max_samples",
         "-1 or at least 1",

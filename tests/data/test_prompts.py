@@ -265,6 +265,17 @@ def test_the_prompts_of_each_entry_are_counted_and_each_file_is_remembered(token
     assert facts.files[2].sha256 == hashlib.sha256((tmp_path / "c.jsonl").read_bytes()).hexdigest()
 
 
+def test_the_first_of_each_entry(tokenizer, tmp_path, knobs):
+    files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl", tmp_path / "c.jsonl"]
+    for file, count in zip(files, (3, 1, 4), strict=True):
+        rows = [{"prompt": "p", "answer": f"{file.stem}{i}", "level": i} for i in range(count)]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    loaded = load_prompts([*map(str, files)], tokenizer, knobs(apply_chat_template=False, curriculum_key="level"))
+    first = loaded.first(2)
+    assert [prompt.answer for prompt in first] == ["a0", "a1", "b0", "c0", "c1"]
+    assert first.facts.sizes == [2, 1, 2] and first.curriculum.tolist() == [0, 1, 0, 0, 1]
+
+
 def test_a_changed_file_is_named_and_a_moved_one_is_the_same():
     a, b = DataFile("a.jsonl", 10, "aa"), DataFile("b.jsonl", 20, "bb")
     assert list(changed_files([a, b], [replace(a, path="moved/a.jsonl"), b])) == []
