@@ -21,15 +21,17 @@ class RlhfMpVariant:
     zero_stage: int  # of actor and reference
     micro_batch_tokens: int  # padded tokens per forward and backward
     num_engines: int
+    packed: bool = False  # padding does not go through the model
 
     @property
     def name(self) -> str:
-        return f"zero{self.zero_stage}-{self.micro_batch_tokens}-{self.num_engines}engines"
+        packed = "-packed" if self.packed else ""
+        return f"zero{self.zero_stage}-{self.micro_batch_tokens}{packed}-{self.num_engines}engines"
 
 
 VARIANTS = {
     "quickstart": [RlhfMpVariant(3, 16384, 2), RlhfMpVariant(2, 16384, 2)],
-    "realistic": [RlhfMpVariant(3, 8192, 2), RlhfMpVariant(2, 8192, 2)],
+    "realistic": [RlhfMpVariant(3, 8192, 2), RlhfMpVariant(3, 2048, 2), RlhfMpVariant(3, 8192, 2, packed=True)],
 }
 
 
@@ -66,7 +68,12 @@ def run_config(workload: Workload, variant: RlhfMpVariant, material: Material, s
             "max_response_length": workload.max_response_tokens,
         },
         "actor_rollout_ref": {
-            "model": {"path": str(material.model), "dtype": "float32", "enable_gradient_checkpointing": False},
+            "model": {
+                "path": str(material.model),
+                "dtype": "float32",
+                "enable_gradient_checkpointing": False,
+                "use_remove_padding": variant.packed,
+            },
             "actor": {
                 "ppo_mini_batch_size": workload.prompts_per_step // workload.minibatches,
                 "ppo_max_token_len_per_gpu": variant.micro_batch_tokens,
