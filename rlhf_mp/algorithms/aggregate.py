@@ -21,7 +21,11 @@ loss_aggregations: Registry[Aggregation] = Registry("loss aggregation")
 
 @loss_aggregations.register("token-mean")
 def token_mean(per_token: PerToken, mask: PerToken, totals: Totals) -> Float[Tensor, ""]:
-    """Every token weighs the same. Source: DAPO, arXiv:2503.14476 eq. 12."""
+    """Every token weighs the same.
+
+    Source: DAPO, arXiv:2503.14476 eq. 12, which counts the tokens of a group; here, as in its authors' code, those of
+    the mini-batch.
+    """
     return masked_sum(per_token, mask) / totals.num_tokens
 
 

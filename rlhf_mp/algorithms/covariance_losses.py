@@ -1,7 +1,8 @@
 """Losses that hold back the tokens which lower the entropy most: those whose advantage goes with their log-prob.
 
-Source: arXiv:2505.22617 sec. 4. There tokens are chosen anew in every mini-batch of a rank; here once per step, from
-all ranks and by the log-probs before the update, so that neither ranks nor the cut change which they are.
+Source: arXiv:2505.22617 sec. 4.2, eq. 10 to 14 and listing 1. There tokens are chosen anew in every mini-batch of a
+rank; here once per step, from all ranks and by the log-probs before the update, so that neither ranks nor the cut
+change which they are.
 """
 
 from collections.abc import Callable
@@ -46,7 +47,7 @@ def covariances(batch: TokenBatch, sum_over_ranks: SumOverRanks) -> tuple[PerTok
 
 
 def select_kl_cov(batch: TokenBatch, actor: ActorConfig, sum_over_ranks: SumOverRanks) -> PerToken:
-    """The kl_cov_ratio of all tokens with the largest covariance above 0."""
+    """The kl_cov_ratio of all tokens with the largest covariance; only those above 0, which the paper does not ask."""
     covariance, num_tokens = covariances(batch, sum_over_ranks)
     size = covariance.view(torch.int32).long()  # positive floats are in the order of their bits
     return largest(size, (batch.mask > 0) & (covariance > 0), num_tokens * actor.kl_cov_ratio, sum_over_ranks)

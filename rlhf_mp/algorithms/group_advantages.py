@@ -114,7 +114,7 @@ def opo(batch: TokenBatch, settings: AlgorithmConfig) -> Estimate:
 def grpo_passk(batch: TokenBatch, settings: AlgorithmConfig) -> Estimate:
     """What the best response adds to the group's best reward, above the second best; the others get 0, and so do ties.
 
-    Source: arXiv:2503.19595 (max@k with a leave-one-out baseline).
+    Source: arXiv:2503.19595 (max@k with a leave-one-out baseline), where it is not divided by a standard deviation.
     """
     groups, rewards = Groups.of(batch), batch.rewards
     is_best = rewards == groups.extreme(rewards, "amax")[groups.index]

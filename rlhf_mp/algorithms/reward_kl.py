@@ -18,7 +18,8 @@ MAX_ERROR = 0.2  # of one correction
 class KlController:
     """The penalty's weight. Adaptive: larger while the divergence is above its target, smaller below.
 
-    Source: arXiv:1909.08593 sec. 2.2; the divergence is per token here.
+    Source: arXiv:1909.08593 sec. 2.2, with K_beta = responses / horizon as in its authors' code; the divergence is per
+    token here.
     """
 
     settings: KlControlConfig

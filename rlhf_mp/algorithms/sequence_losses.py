@@ -21,7 +21,7 @@ def gspo(logprobs: PerToken, batch: TokenBatch, actor: ActorConfig) -> PolicyTer
     """PPO's clip of the response's ratio, (p / p_old)^(1 / length).
 
     Written per token, in value that ratio and in gradient each token's share of it, so that advantages may differ
-    from token to token. Source: GSPO, arXiv:2507.18071 eq. 5 and 7; per token, eq. 13 (GSPO-token).
+    from token to token. Source: GSPO, arXiv:2507.18071 eq. 5 and 7; per token, eq. 13 and 14 (GSPO-token).
     """
     of_response = response_mean(logprobs.detach() - batch.old_logprobs, batch.mask)
     ratio = (of_response + logprobs - logprobs.detach()).clamp(max=LOG_RATIO_MAX).exp()
@@ -32,7 +32,7 @@ def gspo(logprobs: PerToken, batch: TokenBatch, actor: ActorConfig) -> PolicyTer
 def gmpo(logprobs: PerToken, batch: TokenBatch, actor: ActorConfig) -> PolicyTerms:
     """-A times the geometric mean of the tokens' ratios, each clipped to [e^-clip_low, e^clip_high] where PPO would.
 
-    Source: GMPO, arXiv:2507.20673.
+    Source: GMPO, arXiv:2507.20673 eq. 4 and algorithm 1.
     """
     log_r = logprobs - batch.old_logprobs
     bounded = log_r.clamp(-actor.clip_ratio_low, actor.clip_ratio_high)

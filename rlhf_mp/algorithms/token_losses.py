@@ -48,7 +48,10 @@ def policy_gradient(logprobs: PerToken, batch: TokenBatch, actor: ActorConfig) -
 
 @policy_losses.register("cispo")
 def cispo(logprobs: PerToken, batch: TokenBatch, actor: ActorConfig) -> PolicyTerms:
-    """-sg(clip(r)) A log p: a far token weighs less, and none loses its gradient. Source: arXiv:2506.13585 eq. 4."""
+    """-sg(clip(r)) A log p: a far token weighs less, and none loses its gradient.
+
+    Source: MiniMax-M1, arXiv:2506.13585 eq. 4 and 5.
+    """
     ratio = log_ratio(logprobs.detach(), batch.old_logprobs).exp()
     weight = ratio.clamp(1 - actor.clip_ratio_low, 1 + actor.clip_ratio_high)
     metrics = {
@@ -61,7 +64,10 @@ def cispo(logprobs: PerToken, batch: TokenBatch, actor: ActorConfig) -> PolicyTe
 
 @policy_losses.register("sapo")
 def sapo(logprobs: PerToken, batch: TokenBatch, actor: ActorConfig) -> PolicyTerms:
-    """-(4 / tau) sigmoid(tau (r - 1)) A: a soft gate, whose slope at r = 1 is that of r A. Source: arXiv:2511.20347."""
+    """-(4 / tau) sigmoid(tau (r - 1)) A: a soft gate, whose slope at r = 1 is that of r A.
+
+    Source: SAPO, arXiv:2511.20347 eq. 5 and 6.
+    """
     ratio = log_ratio(logprobs, batch.old_logprobs).exp()
     tau = torch.where(batch.advantages > 0, actor.tau_pos, actor.tau_neg)
     return PolicyTerms(-torch.sigmoid(tau * (ratio - 1)) * (4 / tau) * batch.advantages)

@@ -20,7 +20,7 @@ def clipped_value_loss(
         (loss, 1 where the clip decided it)
 
     Source: PPO, arXiv:1707.06347 eq. 9 (the squared error); the clip is that of its authors' code, as in
-    arXiv:2005.12729 sec. 3 and arXiv:2006.05990 appendix B.1.
+    arXiv:2005.12729 sec. 3 and arXiv:2006.05990 (choice C13).
     """
     free = (values - returns).square()
     near = old_values + (values - old_values).clamp(-clip, clip)

@@ -1,6 +1,6 @@
 """Where DeepSpeed keeps what: its tensors by the planner's components.
 
-Source: DeepSpeed 0.19, runtime/zero/stage_1_and_2.py and stage3.py, bf16_optimizer.py.
+Source: DeepSpeed 0.19, runtime/zero/stage_1_and_2.py and stage3.py, runtime/bf16_optimizer.py.
 """
 
 from collections.abc import Iterator
