@@ -1,8 +1,9 @@
 """A real Slurm of several machines on one Linux host: munged, slurmctld and slurmd, no systemd, no cgroups. Needs root.
 
 Every machine is a set of namespaces (network, host name, processes, IPC, mounts): its own address, process table, /tmp
-and /dev/shm. A bridge inside the login machine ``ctl`` joins them; the host's network is not touched. Killing a
-machine's first process is pulling its plug: the kernel takes its processes, mounts and network card with it.
+and /dev/shm. The network card of the login machine ``ctl`` is the bridge that joins them; the host's network is not
+touched. Killing a machine's first process is pulling its plug: the kernel takes its processes, mounts and network card
+with it.
 """
 
 import os
@@ -16,6 +17,7 @@ from pathlib import Path
 
 NAMESPACES = ["--mount", "--uts", "--ipc", "--net", "--pid"]
 BASE, HOSTS_PER_CLUSTER = "10.42.0", 254
+BRIDGE_MAC = "02:00:0a:2a:00:fe"  # one of its own: else it takes a node's, and loses it with that node
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "PREEMPTED"}
 DAEMONS = ("init.sh", "slurmd -N", "sleep 3600", "ps axo")
 
@@ -49,7 +51,7 @@ JobAcctGatherType=jobacct_gather/none
 JobCompType=jobcomp/none
 ReturnToService=2
 SlurmctldTimeout=30
-SlurmdTimeout=25
+SlurmdTimeout=20
 MessageTimeout=5
 TCPTimeout=1
 KillWait=5
@@ -159,11 +161,10 @@ class Cluster:
         first = first_process(unshare.pid)
         self._machines[machine] = unshare.pid, first
         if machine == "ctl":
-            commands = ["link add br0 type bridge", "link set br0 up", "link add vctl type veth peer name eth0",
-                        "link set vctl master br0 up"]  # fmt: skip
+            commands = [f"link add eth0 address {BRIDGE_MAC} type bridge"]
         else:
             commands = [f"link add v{machine} type veth peer name eth0 netns {first}",
-                        f"link set v{machine} master br0 up"]  # fmt: skip
+                        f"link set v{machine} master eth0 up"]  # fmt: skip
         for words in commands:
             self._ip(words)
 

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge", "iproute2")
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "ip", "unshare", "nsenter")
 # What a container often may not do, root or not.
-TRIAL = "ip link add br0 type bridge && ip link add veth0 type veth peer name veth1 && mount -t tmpfs tmp /mnt"
+TRIAL = "ip link add eth0 type bridge && ip link add veth0 type veth peer name veth1 && mount -t tmpfs tmp /mnt"
 ENV = """
 export PATH={bin}:$PATH PYTHONPATH={root} DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 TORCH_EXTENSIONS_DIR={extensions}
 SRUN_OPTIONS=() NODE_PREFIX=() MAX_RESTARTS=2
@@ -66,10 +66,10 @@ class Job:
     def wait_for(self, condition: Callable[[], bool], timeout_s: float = 60) -> None:
         assert wait_until(condition, timeout_s), f"{self.cluster.job(self.number)}\n{self.log()}"
 
-    def wait_ready(self, restart: int = 0, num_ranks: int = 2, timeout_s: float = 60) -> list[str]:
+    def wait_ready(self, restart: int = 0, num_ranks: int = 2) -> list[str]:
         """What each rank of endless.py said of itself, once all run."""
         files = [self.run_dir / f"ready.{rank}.{restart}" for rank in range(num_ranks)]
-        self.wait_for(lambda: all(file.exists() and file.read_text() for file in files), timeout_s)
+        self.wait_for(lambda: all(file.exists() and file.read_text() for file in files))
         return [file.read_text() for file in files]
 
     def end(self, rank: int, exit_code: int, restart: int = 0) -> None:
