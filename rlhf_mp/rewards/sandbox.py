@@ -110,7 +110,8 @@ class Sandbox:
 
     def _spec(self, folder: str, program: str) -> dict:
         interpreter = os.path.realpath(sys.executable)
-        mega, seconds = 1 << 20, math.ceil(self.limits.timeout_s)
+        mega = 1 << 20
+        seconds = math.ceil(self.limits.timeout_s) + 1  # for a deadline that comes late: it should be the one that ends
         return {
             "isolation": self.isolation,
             "folder": folder,

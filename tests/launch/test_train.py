@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -34,7 +35,8 @@ def started_by_hand(monkeypatch):
 
 @pytest.fixture
 def train():
-    return runpy.run_path(str(SCRIPT))
+    with patch.dict(os.environ):  # a start completes what a launcher has left out
+        yield runpy.run_path(str(SCRIPT))
 
 
 @pytest.fixture

@@ -2,10 +2,11 @@
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from oracle import CPU, NUM_STEPS, Oracle, largest_difference, settings, trained, weight_difference, worst
 
@@ -15,6 +16,7 @@ from rlhf_mp.train import megatron_cpu
 megatron_cpu.install()
 
 from megatron.core import parallel_state  # noqa: E402
+from megatron.core.pipeline_parallel import p2p_communication  # noqa: E402
 
 from rlhf_mp.train.megatron_engine import MegatronEngine, MegatronScorer, init_distributed  # noqa: E402
 
@@ -50,6 +52,30 @@ RESUMED = {
 """Saved in the first layout, resumed in the second."""
 
 
+class Sent:
+    """A send between stages, which notes whether what it sends was freed before anybody waited for it."""
+
+    freed = 0  # so far, on this rank
+
+    def __init__(self, request: dist.Work, tensor: torch.Tensor):
+        self.request, self.storage = request, tensor.untyped_storage()._weak_ref()
+
+    def wait(self) -> None:
+        Sent.freed += torch.UntypedStorage._expired(self.storage)
+        self.request.wait()
+
+
+def watched(exchange: Callable) -> Callable:
+    def exchange_and_watch(**how) -> dict:
+        requests = exchange(**how)
+        return requests | {name: Sent(requests[name], how[f"tensor_{name}"]) for name in requests if "send" in name}
+
+    return exchange_and_watch
+
+
+p2p_communication._p2p_ops = watched(p2p_communication._p2p_ops)
+
+
 @contextmanager
 def engine_of(oracle: Oracle, knobs: dict) -> Iterator[tuple[MegatronEngine, ModelConfig, ActorConfig]]:
     knobs = dict(knobs)
@@ -61,12 +87,14 @@ def engine_of(oracle: Oracle, knobs: dict) -> Iterator[tuple[MegatronEngine, Mod
 
 
 def run_layout(oracle: Oracle, knobs: dict) -> dict[str, float]:
+    Sent.freed = 0
     with engine_of(oracle, knobs) as (engine, model, config):
         exported = weight_difference(engine, oracle.checkpoint)
         found = oracle.train(engine)
         frozen = MegatronScorer(model, engine.pipeline.settings, config.megatron)
         return oracle.compare(found, engine) | {
             "export": exported,
+            "freed_in_flight": Sent.freed,
             "score": largest_difference(engine.score(oracle.scored), oracle.score),
             "frozen": largest_difference(frozen.score(oracle.scored), oracle.first_score),
         }

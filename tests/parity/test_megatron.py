@@ -28,7 +28,6 @@ MODELS = {
     "qwen3": (Qwen3Config, {"head_dim": 32}),
     "llama": (LlamaConfig, {"rope_parameters": LLAMA3_ROPE}),
 }
-UNSETTLED = ("critic", "PP2 VPP2 -> DP2")
 LAUNCHES = [(1, "qwen2", False), (1, "qwen3", True), (2, "qwen3", True), (2, "llama", False), (4, "llama", True)]
 
 
@@ -96,9 +95,13 @@ def test_what_was_read_is_written_back_bit_for_bit(report):
     assert {name: case["export"] for name, case in report["layouts"].items()} == dict.fromkeys(report["layouts"], 0.0)
 
 
-def test_a_run_goes_on_in_another_layout_as_if_it_had_never_stopped(report, request):
+def test_nothing_is_freed_while_it_is_sent_to_another_stage(report):
+    assert {name: case["freed_in_flight"] for name, case in report["layouts"].items()} == dict.fromkeys(
+        report["layouts"], 0
+    )
+
+
+def test_a_run_goes_on_in_another_layout_as_if_it_had_never_stopped(report):
     for name, case in report["resumed"].items():
-        if max(case.values()) > TOLERANCE and (request.node.callspec.params["report"], name) == UNSETTLED:
-            pytest.xfail(f"seen once, while fifty processes shared two cores; the cause is not known: {case}")
         for what in ("loss", "grad_norm", "weights"):
             assert case[what] <= TOLERANCE, (name, what, case)
