@@ -140,9 +140,8 @@ def test_a_program_ends_with_whoever_started_it(isolation, tmp_path):
         "limits = Limits(timeout_s=300, memory_mb=256, file_mb=4, max_processes=16)\n"
         f"asyncio.run(Sandbox({isolation!r}, limits).run('import time; time.sleep(300)'))\n"
     )
-    starter = subprocess.Popen(
-        [sys.executable, script], env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    )
+    own = {"PYTHONPATH": str(Path(__file__).parents[2]), "TMPDIR": str(tmp_path)}  # a killed starter leaves its folder
+    starter = subprocess.Popen([sys.executable, script], env=os.environ | own)
     try:
         assert wait_until(running, 60)
     finally:
