@@ -58,7 +58,7 @@ def transformer_settings(megatron: MegatronConfig, *, recompute: bool) -> dict[s
         "sequence_parallel": megatron.sequence_parallel,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
-        # Interleaved stages go on while they send: freed then, memory would be used again before it has left.
+        # Interleaved stages go on while they send: freed then, memory may be used again before it has left.
         "deallocate_pipeline_outputs": megatron.virtual_pipeline_model_parallel_size is None,
         # Losses are parts of one global sum already (R3): gradients are added over ranks, never averaged.
         "calculate_per_token_loss": True,
