@@ -12,6 +12,7 @@ CORE = [
     "ninja",
     "numpy",
     "omegaconf>=2.4",
+    "peft",
     "psutil",
     "pyarrow",
     "pyyaml",
@@ -66,7 +67,8 @@ setup(
         "cpu": SGLANG_ON_CPU,
         "megatron": ["megatron-core", "mbridge", "psutil"],  # without psutil saving a checkpoint hangs
         "gpu": ["sglang==0.5.15.post1"],
-        "dev": ["pytest", "pytest-timeout", "hypothesis", "jaxtyping", "beartype", "ruff"],
+        "qlora": ["bitsandbytes"],
+        "dev": ["bitsandbytes", "pytest", "pytest-timeout", "hypothesis", "jaxtyping", "beartype", "ruff"],
     },
     # SGLang loads these in every worker process: it is how a swap is verified inside the engine.
     entry_points={"sglang.srt.plugins": ["rlhf_mp = rlhf_mp.rollout.sglang_plugin:install"]},

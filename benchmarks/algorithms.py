@@ -4,8 +4,8 @@
   python -m benchmarks.algorithms --only grpo,gspo --steps 20 --test-freq 10
 
 Every run is `deepspeed launch/train.py --config configs/quickstart.yaml` with the words of its row and nothing else
-changed, one after the other on the same cores. Accuracy is greedy, measured every --test-freq steps; a run goes on to
---steps even if it is there before. An interrupted benchmark continues: runs that are in --json are not repeated.
+changed, one after the other on the same cores. Accuracy is greedy, measured every --test-freq steps; a run is stopped
+once it is there, or at --steps. An interrupted benchmark continues: runs that are in --json are not repeated.
 """
 
 import argparse
@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import provenance
-from benchmarks.process import run_logged
+from benchmarks.process import train
+from rlhf_mp.cluster.stop_request import STOP
 from rlhf_mp.observe.sinks import read_jsonl
 
 ROOT = Path(__file__).parents[1]
@@ -44,7 +45,6 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--steps", type=int, default=250)
     parser.add_argument("--test-freq", type=int, default=10, help="steps between two validations")
     parser.add_argument("--accuracy", type=float, default=0.9, help="what counts as learned")
-    parser.add_argument("--master-port", type=int, default=29500, help="of the launcher")
     parser.add_argument("--json", type=Path, help="where the results go; runs that are there already are kept")
     parser.add_argument("--markdown", type=Path, help="where the table goes")
     args = parser.parse_args(argv)
@@ -55,10 +55,10 @@ def main(argv: Sequence[str]) -> None:
     found["provenance"] = provenance()
     prepare()
     for name in chosen:
-        if name in found["runs"] and found["runs"][name]["steps"] >= args.steps:
+        if name in found["runs"]:
             continue
-        print(f"{name}: {args.steps} steps", flush=True)
-        found["runs"][name] = measure(name, args.steps, args.test_freq, args.accuracy, args.master_port)
+        print(f"{name}: at most {args.steps} steps", flush=True)
+        found["runs"][name] = measure(name, args.steps, args.test_freq, args.accuracy)
         if args.json:
             args.json.parent.mkdir(parents=True, exist_ok=True)
             args.json.write_text(json.dumps(found, indent=1) + "\n")
@@ -75,16 +75,25 @@ def prepare() -> None:
     make_quickstart(["--out", str(ROOT / "runs" / "quickstart")])
 
 
-def measure(name: str, steps: int, test_freq: int, accuracy: float, master_port: int) -> dict[str, Any]:
+def measure(name: str, steps: int, test_freq: int, accuracy: float) -> dict[str, Any]:
     """One run in a folder of its own, and what it says about learning."""
     with tempfile.TemporaryDirectory() as scratch:
         words = [*ALGORITHMS[name].split(), f"trainer.total_training_steps={steps}", f"trainer.test_freq={test_freq}"]
-        words += ["trainer.save_freq=-1", "trainer.save_hf=never", f"trainer.default_local_dir={scratch}/run"]
-        deepspeed = Path(sys.executable).with_name("deepspeed")
-        launch = [str(deepspeed), "--master_port", str(master_port), "--num_gpus", str(NUM_RANKS)]
-        command = [*launch, str(ROOT / "launch" / "train.py"), "--config", str(ROOT / CONFIG), *words]
-        run_logged(command, Path(scratch) / "log.txt", NUM_RANKS)
-        return summarize(read_jsonl(Path(scratch) / "run" / "metrics.jsonl"), accuracy)
+        run_dir = Path(scratch) / "run"
+        words += ["trainer.save_freq=-1", "trainer.save_hf=never", f"trainer.default_local_dir={run_dir}"]
+        metrics = run_dir / "metrics.jsonl"
+
+        def stop_once_learned() -> None:
+            if metrics.exists() and learned(read_jsonl(metrics), accuracy) is not None:
+                (run_dir / STOP).touch()
+
+        train(ROOT / CONFIG, words, NUM_RANKS, Path(scratch) / "log.txt", stop_once_learned)
+        return summarize(read_jsonl(metrics), accuracy)
+
+
+def learned(records: Sequence[Mapping[str, Any]], accuracy: float) -> int | None:
+    """The first step after which the held-out accuracy was ``accuracy``, if any."""
+    return next((record["step"] for record in records if record.get("eval/accuracy", -1) >= accuracy), None)
 
 
 def summarize(records: Sequence[Mapping[str, Any]], accuracy: float) -> dict[str, Any]:
@@ -94,7 +103,7 @@ def summarize(records: Sequence[Mapping[str, Any]], accuracy: float) -> dict[str
         if "time/step_s" in record:
             seconds[record["step"]] = seconds[record["step"] - 1] + record["time/step_s"]
     curve = [(record["step"], record["eval/accuracy"]) for record in records if "eval/accuracy" in record]
-    reached = next((step for step, value in curve if value >= accuracy), None)
+    reached = learned(records, accuracy)
     rewards = [record["rollout/reward_mean"] for record in records if "rollout/reward_mean" in record]
     last = max(seconds)
     return {

@@ -34,7 +34,7 @@ from rlhf_mp.models.tiny import character_tokenizer, make_checkpoint
 from rlhf_mp.rewards.base import Setting
 from rlhf_mp.rewards.rules import EnvironmentReward
 from rlhf_mp.rewards.weighted import WeightedReward
-from rlhf_mp.rollout.base import Completion, SamplingParams
+from rlhf_mp.rollout.base import Completion, FixedEngines, SamplingParams
 from rlhf_mp.rollout.episodes import Episodes
 from rlhf_mp.rollout.sampler import Sampler
 from rlhf_mp.rollout.sglang_client import EngineControl, SGLangClient
@@ -89,7 +89,7 @@ async def ours(address: Address, tokenizer: Any, args: argparse.Namespace) -> tu
     sampler = Sampler(tokenizer, WeightedReward([(term, EnvironmentReward(term, Setting()))]), episodes)
     client = SGLangClient("engine", address, timeout_s=3600)
     recorder = Recorder(client, {})
-    sampler.connect([recorder])
+    sampler.connect(FixedEngines([recorder]))
     prompts = [Prompt(i, tokenizer.encode(f"{i:04d}+1="), f"{i:04d}+1=", "") for i in range(args.episodes // GROUP)]
     seeds = [[i * GROUP + j for j in range(GROUP)] for i in range(len(prompts))]
     params = SamplingParams(1.0, 1.0, -1, args.turns * (args.turn_tokens + 8), (STOP,))

@@ -18,9 +18,8 @@ import psutil
 import torch
 
 from benchmarks.machine import provenance
-from benchmarks.process import run_logged
+from benchmarks.process import run_logged, train
 from benchmarks.report import Table
-from benchmarks.step import free_port
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 OFFLOADS = "actor_rollout_ref.actor.fsdp_config"
@@ -79,9 +78,7 @@ def run_quickstart(layout: str, scratch: Path, material: Path) -> list[dict[str,
         f"trainer.n_gpus_per_node={num_ranks}",
         f"trainer.default_local_dir={run_dir}",
     ]
-    script = ["launch/train.py", "--config", str(CONFIGS / f"{config}.yaml"), *overrides]
-    launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", str(num_ranks)]
-    run_logged([*launcher, "--master_port", str(free_port()), *script], scratch / "log", num_ranks)
+    train(CONFIGS / f"{config}.yaml", overrides, num_ranks, scratch / "log")
     return json.loads((run_dir / "summary.json").read_text())["memory"]
 
 

@@ -11,9 +11,10 @@ from types import SimpleNamespace
 
 import torch
 
-from rlhf_mp.algorithms.advantages import grpo_advantages
 from rlhf_mp.algorithms.losses import make_policy_loss
+from rlhf_mp.algorithms.registered import advantage_estimators
 from rlhf_mp.cluster.scheduler import cuts
+from rlhf_mp.config.algorithm import AlgorithmConfig
 from rlhf_mp.config.load import config_from_dict
 from rlhf_mp.config.schema import RunConfig
 from rlhf_mp.data.collate import collate
@@ -46,7 +47,7 @@ def make_batch(device: torch.device) -> TokenBatch:
         logprobs, own = [-log(VOCABULARY)] * length, [True] * length
         made.append(Trajectory(ids[:PROMPT], ids[PROMPT:], logprobs, own, reward, row // GROUP, 0, "stop"))
     batch = collate(made)
-    batch.advantages = grpo_advantages(batch.rewards, batch.group_ids, batch.mask, norm_by_std=True)
+    batch.advantages = advantage_estimators["grpo"](batch, AlgorithmConfig()).advantages
     batch.old_logprobs = batch.rollout_logprobs
     return batch.to(device)
 
@@ -75,7 +76,7 @@ def main(case_text: str, out: str) -> None:
     )
     engine = make_actor(config, device, num_updates=100)
     batch = make_batch(device)
-    rows = cut_rows(range(SEQUENCES), batch.lengths.tolist(), cuts(config)[0])
+    rows = cut_rows([[row] for row in range(SEQUENCES)], batch.lengths.tolist(), cuts(config)[0])
     micro_batches = [batch.select(row) for row in rows]
     totals = Totals(int(batch.mask.sum()), SEQUENCES)
     loss_fn, losses, seconds = make_policy_loss(config.actor_rollout_ref.actor), [], []

@@ -159,7 +159,7 @@ ROWS = {  # label: (key, format)
 
 def table(workload: Workload, steps: int, sides: Mapping[str, Mapping[str, Any]]) -> str:
     """One column per side, then where each side's time goes."""
-    width = 24
+    width = 2 + max(24, *(len(side["variant"]["name"]) for side in sides.values()))
     title = (
         f"{workload.name}: {workload.prompts_per_step} prompts x {workload.group_size} responses of up to "
         f"{workload.max_response_tokens} tokens, {workload.minibatches} optimizer steps; {steps} steps, float32"

@@ -1,13 +1,12 @@
 """rlhf_mp as one side of a comparison: the same workload as a config, one run through the usual command."""
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
-from benchmarks.process import run_logged
+from benchmarks.process import train
 from benchmarks.workloads import Material, Workload
 
 ROOT = Path(__file__).parents[1]
@@ -49,9 +48,7 @@ class RlhfMpSide:
         """One run; return its metrics.jsonl."""
         config = OmegaConf.create(self.settings(workload, variant, material, steps, out))
         OmegaConf.save(config, out / "config_in.yaml")
-        deepspeed = Path(sys.executable).with_name("deepspeed")
-        launch = [str(deepspeed), "--num_gpus", str(NUM_RANKS), str(ROOT / "launch" / "train.py")]
-        run_logged([*launch, "--config", str(out / "config_in.yaml")], out / "log.txt", NUM_RANKS)
+        train(out / "config_in.yaml", [], NUM_RANKS, out / "log.txt")
         return out / "metrics.jsonl"
 
 

@@ -6,10 +6,8 @@ Storages are counted as they come and go, so this is the peak of the code that t
 """
 
 import argparse
-import contextlib
 import itertools
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
@@ -22,9 +20,10 @@ from rlhf_mp.models.chunked_head import LOGIT_BYTES, Scoring
 from rlhf_mp.models.logprobs import run_model
 from rlhf_mp.observe.live_bytes import LiveBytes
 from rlhf_mp.planner.activations import training_activations
-from rlhf_mp.planner.job import EAGER, Batch, TorchLayout
+from rlhf_mp.planner.job import EAGER, Batch, Recompute, TorchLayout
 from rlhf_mp.planner.known_models import find_model
 from rlhf_mp.planner.model_shape import ModelShape
+from rlhf_mp.train.checkpointing import checkpoint_layers
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class Simulated:
     backward_peak: int  # of all that is alive at once, gradients of the weights left out
 
 
-def build(shape: ModelShape, kind: str, checkpointing: bool) -> torch.nn.Module:
+def build(shape: ModelShape, kind: str, recompute: Recompute, attention: str) -> torch.nn.Module:
     """A bfloat16 model of ``shape`` from transformers' own ``kind`` classes, built under the active fake mode."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -54,32 +53,21 @@ def build(shape: ModelShape, kind: str, checkpointing: bool) -> torch.nn.Module:
         sliding_window=None,
         pad_token_id=None,
     )
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
-    if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention)
+    if recompute != "none":
+        checkpoint_layers(model, every=1, recompute="selective" if recompute == "elementwise" else "full")
     return model.train()
 
 
-@contextlib.contextmanager
-def bytes_saved(model: torch.nn.Module) -> Iterator[list[int]]:
-    """Sizes of the storages that autograd keeps, without the model's own."""
-    own = {p.untyped_storage()._cdata for p in model.parameters()}
-    seen: dict[int, torch.Tensor] = {}
-    sizes: list[int] = []
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in own and storage._cdata not in seen:
-            seen[storage._cdata] = tensor  # keeps it alive: an address that is used again would be missed
-            sizes.append(storage.nbytes())
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield sizes
-
-
 def simulate(
-    shape: ModelShape, kind: str, *, sequences: int, length: int, checkpointing: bool, chunk: int | None = None
+    shape: ModelShape,
+    kind: str,
+    *,
+    sequences: int,
+    length: int,
+    recompute: Recompute,
+    chunk: int | None = None,
+    attention: str = "sdpa",
 ) -> Simulated:
     """One micro-batch of ``sequences`` x ``length`` tokens through the trainer's own log-probs, and back.
 
@@ -89,14 +77,16 @@ def simulate(
     # Whether sequences are packed is read from tensor values, which do not exist here; they are not packed.
     unpacked = patch("transformers.masking_utils.find_packed_sequence_indices", return_value=None)
     with FakeTensorMode(allow_non_fake_inputs=True), unpacked:
-        model = build(shape, kind, checkpointing)
+        model = build(shape, kind, recompute, attention)
         tokens = torch.zeros(sequences, length, dtype=torch.long)
-        with bytes_saved(model) as saved:
-            model(input_ids=tokens, use_cache=False)
-            kept = sum(saved)
         for parameter in model.parameters():  # as under ZeRO: a gradient leaves as soon as it is whole
             parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-        with LiveBytes([*model.parameters(), *model.buffers()]) as live:
+        known = [*model.parameters(), *model.buffers()]
+        with LiveBytes(known) as live:
+            hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state  # what the head keeps
+            kept = live.now
+        del hidden
+        with LiveBytes(known) as live:
             loss = _loss(model, tokens, chunk)
             forward_peak, live.peak = live.peak, live.now
             loss.backward()
@@ -127,22 +117,22 @@ def main() -> None:
     for name in args.models:
         shape = find_model(name)
         kind = next(value for prefix, value in KINDS.items() if shape.name.lower().startswith(prefix))
-        for checkpointing, chunk in itertools.product((False, True), (None, 1024)):
-            records.append(compare(shape, kind, args.tokens, args.length, checkpointing, chunk))
+        for recompute, chunk in itertools.product(("none", "elementwise", "full"), (None, 1024)):
+            records.append(compare(shape, kind, args.tokens, args.length, recompute, chunk))
             print(" ".join(f"{key}={value}" for key, value in records[-1].items()), flush=True)
     if args.out:
         args.out.write_text(json.dumps({"provenance": provenance(), "note": NOTE, "cells": records}, indent=1) + "\n")
 
 
-def compare(shape: ModelShape, kind: str, tokens: int, length: int, checkpointing: bool, chunk: int | None) -> dict:
+def compare(shape: ModelShape, kind: str, tokens: int, length: int, recompute: Recompute, chunk: int | None) -> dict:
     """Planned and simulated bytes of one micro-batch."""
-    batch = Batch(tokens, length, logit_tokens=chunk, recompute="full" if checkpointing else "none")
+    batch = Batch(tokens, length, logit_tokens=chunk, recompute=recompute)
     planned = training_activations(shape, TorchLayout(), batch, EAGER, 2)
-    real = simulate(shape, kind, sequences=tokens // length, length=length, checkpointing=checkpointing, chunk=chunk)
+    real = simulate(shape, kind, sequences=tokens // length, length=length, recompute=recompute, chunk=chunk)
     return {
         "model": shape.name,
         "tokens": tokens,
-        "checkpointing": checkpointing,
+        "recompute": recompute,
         "logit_chunk_tokens": chunk,
         "planned_saved_bytes": planned.stored.value,
         "simulated_saved_bytes": real.saved,

@@ -8,20 +8,21 @@ alternating rounds in the same processes:
 
 rollout   responses/s of our path (Ray, scheduler, rewards, partition) / of the same requests sent straight to the
           same SGLang servers. Goal: at least 0.9.
-train     optimizer steps/s of our engine / of a bare DeepSpeed loop on the same batches. Goal: at least 0.95.
+train     optimizer steps/s of our engine / of a bare DeepSpeed or Megatron loop on the same batches. Goal: at least
+          0.95.
 """
 
 import argparse
 import json
-import socket
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.bare_train import BARE
 from benchmarks.machine import provenance
-from benchmarks.process import run_logged
+from benchmarks.process import run_ranks
 from rlhf_mp.config.load import load_config
 
 
@@ -35,7 +36,12 @@ def main(argv: Sequence[str]) -> None:
     args = parser.parse_intermixed_args(argv)
     if min(args.steps, args.rounds) < 2:
         parser.error("--steps and --rounds: at least 2, because the first of each only warms up")
-    num_ranks = load_config(args.config, args.overrides).trainer.num_ranks
+    config = load_config(args.config, args.overrides)
+    num_ranks, actor = config.trainer.num_ranks, config.actor_rollout_ref.actor
+    if actor.strategy not in BARE:
+        parser.error(f"actor.strategy={actor.strategy}: there is a bare loop of {' and '.join(BARE)} to compare with")
+    if actor.strategy == "megatron" and actor.megatron.virtual_pipeline_model_parallel_size is not None:
+        parser.error("actor.megatron.virtual_pipeline_model_parallel_size: the bare loop has no virtual stages")
     measured_on = provenance()
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "result.json"
@@ -44,21 +50,13 @@ def main(argv: Sequence[str]) -> None:
             f"trainer.total_training_steps={args.steps + args.rounds}",
             "trainer.resume_mode=disable",
         ]
-        rank = ["benchmarks/step_rank.py", str(out), str(args.steps), str(args.rounds), str(args.config)]
-        launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", str(num_ranks)]
-        command = [*launcher, "--master_port", str(free_port()), "--no_local_rank", *rank, *args.overrides, *own]
-        run_logged(command, Path(scratch) / "log", processes=num_ranks)
+        rank = ["benchmarks/step_rank.py", out, args.steps, args.rounds, args.config]
+        run_ranks(num_ranks, Path(scratch) / "log", "--no_local_rank", *rank, *args.overrides, *own)
         results = {"config": str(args.config), "overrides": args.overrides} | json.loads(out.read_text())
     print(table(results))
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps({"provenance": measured_on, **results}, indent=1) + "\n")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
 
 
 def table(results: dict[str, Any]) -> str:

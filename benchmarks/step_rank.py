@@ -13,6 +13,7 @@ from typing import Any
 
 import aiohttp
 
+from benchmarks.bare_train import BARE
 from rlhf_mp.cluster.launcher import rank_environment
 from rlhf_mp.config.load import load_config
 from rlhf_mp.phase import Phase
@@ -80,15 +81,15 @@ def timed(job: Any, work: Callable[[], Any]) -> tuple[float, Any]:
 def rollout_ratio(job: Any, trainer: Any, rounds: int) -> dict[str, float]:
     """The same prompts, seeds and limits both ways; cached prefixes are dropped before each."""
     pairs = []
-    addresses = [engine.address for engine in trainer.swap.sync.engines]
+    addresses = [engine.address for engine in trainer.swap.sync.fleet.live]
     limits = request_limits(job)
     for _ in range(rounds):
         step = trainer.step
         trainer.rollouts.publish(step)
-        trainer.swap.sync.each(EngineControl.flush)
+        trainer.swap.sync.fleet.each(EngineControl.flush)
         ours, share = timed(job, lambda step=step: trainer.rollouts.fetch(step))
         prompts = {t.group_id: t.prompt_ids for part in job.ranks.gather(share) for t in part.trajectories}
-        trainer.swap.sync.each(EngineControl.flush)
+        trainer.swap.sync.fleet.each(EngineControl.flush)
         requests = [request(job, step, group, ids, limits) for group, ids in prompts.items()]
         bare, _ = timed(job, lambda requests=requests: send_straight(addresses, requests))
         pairs.append((ours, bare))
@@ -136,7 +137,7 @@ def send_straight(addresses: Sequence[Address], requests: Sequence[dict[str, Any
 
 
 def train_ratio(job: Any, trainer: Any, rounds: int) -> dict[str, float]:
-    """The mini-batches of one step, again and again, by our engine and by a loop as short as DeepSpeed allows."""
+    """The mini-batches of one step, again and again, by our engine and by a loop as short as its framework allows."""
     from rlhf_mp.data.collate import collate
 
     trainer.rollouts.publish(trainer.step)
@@ -145,7 +146,7 @@ def train_ratio(job: Any, trainer: Any, rounds: int) -> dict[str, float]:
     trainer.score(batch, share)
     trainer.algorithm.estimate(batch, trainer.sum_over_ranks)
     work = [([batch.select(rows) for rows in m.micro_batches], m.totals) for m in share.minibatches]
-    bare_engine = make_bare_engine(job)
+    bare_step = BARE[job.config.actor_rollout_ref.actor.strategy](job)
 
     def ours() -> None:
         for micro_batches, totals in work:
@@ -153,40 +154,9 @@ def train_ratio(job: Any, trainer: Any, rounds: int) -> dict[str, float]:
 
     def bare() -> None:
         for micro_batches, totals in work:
-            bare_step(bare_engine, micro_batches, totals.num_tokens * 1.0)
+            bare_step(micro_batches, totals.num_tokens)
 
     return compare([(timed(job, ours)[0], timed(job, bare)[0]) for _ in range(rounds)])
-
-
-def make_bare_engine(job: Any) -> Any:
-    """DeepSpeed as its own tutorial starts it, with the same JSON as our engine."""
-    import deepspeed
-    from transformers.integrations.deepspeed import HfDeepSpeedConfig
-
-    from rlhf_mp.train.build import model_builder
-    from rlhf_mp.train.deepspeed_config import train_config
-
-    policy = job.config.actor_rollout_ref
-    config = train_config(policy.actor, dtype=policy.model.dtype, on_cpu=job.device.type == "cpu")
-    keep_alive = HfDeepSpeedConfig(config)
-    module = model_builder(job.config, trained=True)()
-    engine, *_ = deepspeed.initialize(model=module, model_parameters=module.parameters(), config=config)
-    del keep_alive
-    return engine
-
-
-def bare_step(engine: Any, micro_batches: Sequence[Any], num_tokens: float) -> None:
-    """Forward, clipped policy gradient on all positions' logits, backward, step: nothing else."""
-    engine.train()
-    for index, batch in enumerate(micro_batches, start=1):
-        logits = engine(input_ids=batch.tokens, use_cache=False).logits[:, :-1].float()
-        logprobs = logits.log_softmax(-1).gather(-1, batch.tokens[:, 1:, None]).squeeze(-1)
-        old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs[:, 1:]
-        ratio, advantages = (logprobs - old).exp(), batch.advantages[:, 1:]
-        surrogate = (ratio * advantages).minimum(ratio.clamp(0.8, 1.28) * advantages)
-        engine.set_gradient_accumulation_boundary(index == len(micro_batches))
-        engine.backward(-(surrogate * batch.mask[:, 1:]).sum() / num_tokens)
-    engine.step()
 
 
 if __name__ == "__main__":

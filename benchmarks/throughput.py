@@ -18,9 +18,8 @@ from typing import Any
 import torch
 
 from benchmarks.machine import provenance
-from benchmarks.process import run_logged
+from benchmarks.process import train
 from benchmarks.report import Table
-from benchmarks.step import free_port
 from rlhf_mp.config.load import load_config
 from rlhf_mp.planner.hardware import find_gpu
 from rlhf_mp.planner.preflight import Machine, plan_of
@@ -79,9 +78,7 @@ def measured(row: Row, run_dir: Path | None, steps: int) -> dict[str, Any]:
             "trainer.val_before_train=false",
             "trainer.save_hf=never",
         ]
-        launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", str(row.num_gpus)]
-        script = ["launch/train.py", "--config", str(CONFIGS / f"{row.config}.yaml"), *words]
-        run_logged([*launcher, "--master_port", str(free_port()), *script], Path(folder) / "log", row.num_gpus)
+        train(CONFIGS / f"{row.config}.yaml", words, row.num_gpus, Path(folder) / "log")
         return of_summary(json.loads((Path(folder) / "run" / "summary.json").read_text()))
 
 

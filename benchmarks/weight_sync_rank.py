@@ -29,6 +29,7 @@ from rlhf_mp.weights.buckets import Packer
 from rlhf_mp.weights.disk import DiskTransport
 from rlhf_mp.weights.distributed import DistributedTransport
 from rlhf_mp.weights.encoding import encode
+from rlhf_mp.weights.fleet import FixedRoster
 from rlhf_mp.weights.tensor import TensorTransport
 
 CPU = torch.device("cpu")
@@ -96,7 +97,7 @@ def measure(
         transport = transports[name]()
         sync = WeightSync(
             transport,
-            controls,
+            FixedRoster(controls),
             Packer(BUCKET_BYTES, CPU, shared=transport.shared_buffers),
             dtype=torch.float32,
             is_sender=ranks.rank == 0,

@@ -13,23 +13,17 @@ Exit code 2: the configuration, or a file that it names, has problems; all of th
 """
 
 import argparse
-import os
-import socket
 import sys
-import time
 from pathlib import Path
 
-from rlhf_mp.cluster.launcher import RankInfo, check_meeting_point, rank_environment, read_rank
 from rlhf_mp.config.files import file_problems
 from rlhf_mp.config.load import read_config
-from rlhf_mp.config.schema import RunConfig
 from rlhf_mp.config.summary import describe_run
+from rlhf_mp.config.yaml_file import read_layers
 from rlhf_mp.errors import Absent, ConfigError
-from rlhf_mp.planner.preflight import plan_of, plan_problems
+from rlhf_mp.planner.preflight import plan_of
 from rlhf_mp.planner.report import describe
-
-RANK_0_FIRST_S = 5
-"""A launcher ends every rank when one fails, so the silent ones wait while rank 0 says what is wrong."""
+from rlhf_mp.prepare import prepare, rank_here, tell
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
@@ -39,20 +33,6 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # the deepspeed launcher adds it
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. actor_rollout_ref.rollout.n=16")
     return parser.parse_intermixed_args(argv)
-
-
-def checked_config(path: Path, overrides: list[str], world_size: int) -> RunConfig:
-    """The config of a run that can start here.
-
-    Raises:
-        ConfigError: with the problems of values and of files together.
-    """
-    config, problems = read_config(path, overrides)
-    refused = {problem.key for problem in problems}  # what stands in their place now is only a default
-    problems += (problem for problem in file_problems(config, world_size) if problem.key not in refused)
-    if problems:
-        raise ConfigError(problems)
-    return config
 
 
 def check(path: Path, overrides: list[str]) -> str:
@@ -73,25 +53,15 @@ def check(path: Path, overrides: list[str]) -> str:
 
 def main(argv: list[str]) -> int:
     args = parse_args(argv)
-    info = RankInfo(rank=0, local_rank=0, world_size=1, local_world_size=1)
     try:
-        info = read_rank(os.environ)
         if args.check:
             text = check(args.config, args.overrides)
-            if info.rank == 0:
+            if rank_here().rank == 0:
                 print(text)
             return 0
-        config = checked_config(args.config, args.overrides, info.world_size)
-        info = rank_environment()
-        check_meeting_point(info)
-        if info.rank == 0 and not config.trainer.skip_plan and (problems := list(plan_problems(config))):
-            raise ConfigError(problems)
+        config, info = prepare(read_layers(args.config), args.overrides)
     except ConfigError as error:
-        if info.rank != 0:
-            time.sleep(RANK_0_FIRST_S)
-        if info.rank == 0 or (info.local_rank == 0 and info.several_hosts):  # another machine may lack a file
-            print(f"{socket.gethostname()}: {error}" if info.several_hosts else error, file=sys.stderr)
-        return 2
+        return tell(error)
     from rlhf_mp.run import run  # heavy imports start here
 
     return run(config, info)

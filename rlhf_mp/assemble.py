@@ -2,9 +2,10 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,16 +14,19 @@ from rlhf_mp.algorithms.base import make_algorithm
 from rlhf_mp.checkpoint import model_identity
 from rlhf_mp.cluster.guard import Guard
 from rlhf_mp.cluster.ranks import Ranks
+from rlhf_mp.cluster.roster import PoolRoster
 from rlhf_mp.cluster.services import Services
 from rlhf_mp.cluster.stop_request import StopRequest
 from rlhf_mp.config.checkpoint_folder import trained_facts
-from rlhf_mp.config.load import config_to_dict
+from rlhf_mp.config.load import config_to_dict, config_to_yaml
 from rlhf_mp.config.schema import RunConfig
 from rlhf_mp.errors import ConfigError
 from rlhf_mp.models.heads import ValueHead
 from rlhf_mp.models.hf import DTYPES, load_tokenizer, save_checkpoint
+from rlhf_mp.observe.allocation_history import AllocationHistory
 from rlhf_mp.observe.console import ConsoleSink
 from rlhf_mp.observe.footprint import Footprint
+from rlhf_mp.observe.gpu_utilization import GpuUtilization, nvml_reader
 from rlhf_mp.observe.memory_watch import MemoryWatch
 from rlhf_mp.observe.metrics import MetricLog
 from rlhf_mp.observe.profiler import set_logging_level
@@ -35,14 +39,15 @@ from rlhf_mp.phase import Phase
 from rlhf_mp.planner.levers import levers_off
 from rlhf_mp.planner.preflight import plan_of, this_machine
 from rlhf_mp.planner.term import Role
-from rlhf_mp.rollout.sglang_client import EngineControl
 from rlhf_mp.train.base import Scorer, TrainEngine
 from rlhf_mp.train.build import make_actor, make_critic, make_reference, make_reward_scorer, trained_head
+from rlhf_mp.train.cuda_allocator import EmptiedCache
 from rlhf_mp.trainer.best import Best
 from rlhf_mp.trainer.checkpoints import RunCheckpoints
 from rlhf_mp.trainer.loop import Schedule
-from rlhf_mp.trainer.reward_model import RewardModel
+from rlhf_mp.trainer.reward_model import RewardModel, SampledScores
 from rlhf_mp.trainer.trainer import Trainer
+from rlhf_mp.trainer.updates import KeptBatches, Updates
 from rlhf_mp.weights.base import Transport, WeightSync
 from rlhf_mp.weights.buckets import Packer
 from rlhf_mp.weights.canary import make_canary
@@ -74,35 +79,31 @@ def make_trainer(job: Job) -> Trainer:
     knobs, algorithm, facts = job.config.trainer, make_algorithm(job.config), job.services.facts()
     torch.manual_seed(knobs.seed + job.ranks.rank)
     num_steps = knobs.total_training_steps or knobs.total_epochs * facts.steps_per_epoch
-    epochs, warmup = job.config.actor_rollout_ref.actor.ppo_epochs, knobs.critic_warmup
-    updates = job.config.updates_per_step
-    actor = make_actor(job.config, job.device, (num_steps - warmup) * updates)
-    critic = None
-    if job.config.critic.enable:
-        critic = make_critic(job.config, job.device, num_steps * updates // epochs * job.config.critic.ppo_epochs)
-    reference = make_reference(job.config, job.device) if algorithm.needs_reference else None
+    trained = make_trained(job.config, job.device, num_steps)
+    actor, critic = trained["actor"], trained.get("critic")
+    reference = make_reference(job.config, job.device, actor) if algorithm.needs_reference else None
     models = {Role.actor: actor, Role.critic: critic, Role.reference: reference}
-    footprint = make_footprint(job, {role: model for role, model in models.items() if model is not None})
-    memory = make_memory_watch(job)
+    around, metrics = make_observers(job, {role: model for role, model in models.items() if model is not None})
 
     def sum_over_ranks(x: torch.Tensor) -> torch.Tensor:
         return job.ranks.sum(x, counts=actor.layout.is_output_rank)
 
     own, reward_model = job.config.reward_model, None
     if own.enable:
-        reward_model = RewardModel(make_reward_scorer(job.config, job.device), own, sum_over_ranks)
+        scorer = SampledScores() if own.served else make_reward_scorer(job.config, job.device)
+        reward_model = RewardModel(scorer, own, sum_over_ranks)
     trainer = Trainer(
-        schedule=Schedule(num_steps, knobs.test_freq, knobs.save_freq, knobs.val_before_train, warmup),
+        schedule=Schedule(num_steps, knobs.test_freq, knobs.save_freq, knobs.val_before_train, knobs.critic_warmup),
         actor=actor,
         critic=critic,
         reference=reference,
         algorithm=algorithm,
         rollouts=job.services.client.with_share(actor.layout.dp_rank),
         swap=make_swap(job),
-        checkpoints=make_checkpoints(job, {"actor": actor} | ({"critic": critic} if critic else {})),
+        checkpoints=make_checkpoints(job, trained),
         log=MetricLog([], reduce_over_ranks),
-        watch=lambda phase: watched(job, phase, memory, footprint),
-        memory=lambda: memory.metrics() | (footprint.metrics() if footprint else {}),
+        watch=lambda phase: watched(job, phase, around),
+        memory=metrics,
         has_validation=facts.num_validation > 0,
         reward_model=reward_model,
         packed=job.config.actor_rollout_ref.model.use_remove_padding,
@@ -110,6 +111,7 @@ def make_trainer(job: Job) -> Trainer:
         counts=actor.layout.is_output_rank,
         stop_requested=job.stop_request.made,
         best=Best(knobs.best_metric, knobs.best_mode) if knobs.best_metric else None,
+        updates=make_updates(job, actor),
     )
     trainer.resume()
     if job.ranks.rank == 0:
@@ -122,13 +124,42 @@ def make_trainer(job: Job) -> Trainer:
     return trainer
 
 
+def make_trained(config: RunConfig, device: torch.device, num_steps: int) -> dict[str, TrainEngine]:
+    """The models that a run trains, by name."""
+    if config.trainer.task != "rl":
+        return {"actor": make_actor(config, device, num_steps)}
+    updates = config.updates_per_step
+    actor = make_actor(config, device, (num_steps - config.trainer.critic_warmup) * updates)
+    if not config.critic.enable:
+        return {"actor": actor}
+    passes = num_steps * updates // config.actor_rollout_ref.actor.ppo_epochs
+    return {"actor": actor, "critic": make_critic(config, device, passes * config.critic.ppo_epochs)}
+
+
+Around = Callable[[Phase], AbstractContextManager]
+"""What goes around every run of a phase."""
+
+
 @contextmanager
-def watched(job: Job, phase: Phase, memory: MemoryWatch, footprint: Footprint | None) -> Iterator[None]:
+def watched(job: Job, phase: Phase, around: Sequence[Around]) -> Iterator[None]:
     timeout_s = job.config.trainer.phase_timeout_s
     message = f"phase {phase.value} lasted longer than {timeout_s:g} s (trainer.phase_timeout_s)"
-    measured = footprint.during(phase) if footprint else nullcontext()
-    with watch(phase, job.ranks.rank, timeout_s, lambda: job.on_hang(message)), memory.during(phase), measured:
+    with watch(phase, job.ranks.rank, timeout_s, lambda: job.on_hang(message)), ExitStack() as stack:
+        for during in around:
+            stack.enter_context(during(phase))
         yield
+
+
+def make_observers(job: Job, models: Mapping[Role, Scorer]) -> tuple[list[Around], Callable[[], dict[str, float]]]:
+    """What goes around every phase, the outermost first, and the metrics that come of it."""
+    footprint = make_footprint(job, models)
+    observers = [make_memory_watch(job), GpuUtilization(nvml_reader(job.device)), *([footprint] if footprint else [])]
+    cache = EmptiedCache(job.device, job.config.trainer.empty_cache_every_n_steps)
+
+    def metrics() -> dict[str, float]:
+        return {name: value for observer in observers for name, value in observer.metrics().items()}
+
+    return [observer.during for observer in observers] + [cache.during], metrics
 
 
 def make_footprint(job: Job, models: Mapping[Role, Scorer]) -> Footprint | None:
@@ -150,7 +181,12 @@ def make_memory_watch(job: Job) -> MemoryWatch:
         return (moment.gpu_bytes if machine.gpu else moment.host_bytes) if moment else 0.0
 
     by_plan = None if job.config.trainer.skip_plan else needed  # skipped where the planner cannot read the model
-    return MemoryWatch(job.device, job.ranks.rank, lambda phase: levers_off(job.config, phase, by_plan))
+    history = None
+    if job.config.trainer.memory_snapshot_on_oom and job.device.type == "cuda":
+        history = AllocationHistory(job.guard.run_dir / "logs" / f"memory_rank_{job.ranks.rank}.pickle")
+    return MemoryWatch(
+        job.device, job.ranks.rank, lambda phase: levers_off(job.config, phase, by_plan), history=history
+    )
 
 
 def make_swap(job: Job) -> VerifiedSwap:
@@ -162,11 +198,10 @@ def make_swap(job: Job) -> VerifiedSwap:
         print(
             f"{len(addresses)} SGLang engine(s) ready {time.monotonic() - job.services.started:.0f} s after their start"
         )
-    controls = [EngineControl(f"SGLang engine {i}", address, own.timeout_s) for i, address in enumerate(addresses)]
-    transport = make_transport(job)
+    transport, prompt_s = make_transport(job), policy.rollout.health_check_timeout_s
     sync = WeightSync(
         transport,
-        controls if is_sender else [],
+        PoolRoster(job.services.client.actor, len(addresses), own.timeout_s, prompt_s) if is_sender else None,
         Packer(own.bucket_mb * 10**6, job.device, shared=transport.shared_buffers),
         dtype=DTYPES[policy.rollout.dtype],
         is_sender=is_sender,
@@ -190,7 +225,7 @@ def make_transport(job: Job) -> Transport:
         case "tensor":
             return TensorTransport(workers, job.ranks.gather, on_cpu)
         case "distributed":
-            return DistributedTransport(workers, job.services.hosts[0].address, on_cpu)
+            return DistributedTransport(workers, job.services.hosts[0].address, on_cpu, policy.weight_sync.timeout_s)
         case "disk":
             return DiskTransport(job.guard.run_dir / "weights", job.ranks.rank == 0)
 
@@ -207,25 +242,54 @@ def make_checkpoints(job: Job, trained: dict[str, TrainEngine]) -> RunCheckpoint
         trained=trained_facts(job.config),
         export=(lambda folder: export(job, trained, folder)) if knobs.save_hf == "always" else None,
         say=print,
+        in_background=knobs.async_save,
     )
 
 
+def make_updates(job: Job, actor: TrainEngine) -> Updates:
+    knobs, ranks = job.config.trainer, job.ranks
+    config = config_to_yaml(job.config) if ranks.rank == 0 else None
+    keeper = KeptBatches(job.guard.run_dir, ranks.barrier, actor.layout, knobs.save_batches, config)
+    return Updates(knobs.max_skipped_updates, keeper, print if ranks.rank == 0 else lambda text: None)
+
+
 def export(job: Job, trained: dict[str, TrainEngine], folder: Path) -> None:
-    """Collective. Write the trained model as a Hugging Face checkpoint, and the critic beside it."""
-    config = job.config
+    """Collective. Write the trained model as a Hugging Face checkpoint, and the critic beside it; adapters too."""
+    export_models(job.config, job.ranks, trained, folder)
+
+
+def export_models(config: RunConfig, ranks: Ranks, trained: dict[str, TrainEngine], folder: Path) -> None:
     sources = {
         "actor": (config.actor_rollout_ref.model, trained_head(config), folder),
         "critic": (config.critic.model, ValueHead(), folder.with_name(f"{folder.name}_critic")),
     }
     for name, engine in trained.items():
         model, head, place = sources[name]
-        weights = engine.weights()
-        if job.ranks.rank == 0:
-            save_checkpoint(weights, model.path, place, DTYPES[model.dtype], head.saved_config)
-        else:
-            for _ in weights:  # gathering them takes all ranks
-                pass
-        job.ranks.barrier()
+        write = partial(
+            save_checkpoint,
+            source=model.path,
+            directory=place,
+            dtype=DTYPES[model.dtype],
+            saved_config=head.saved_config,
+        )
+        _written_by_one(ranks, engine.weights(), write)
+        if model.lora_rank:
+            from rlhf_mp.models.lora import save_adapter
+            from rlhf_mp.train.adapted import adapter_weights
+
+            beside = place.with_name(f"{place.name}_adapter")
+            write = partial(save_adapter, module=engine.module, directory=beside)
+            _written_by_one(ranks, adapter_weights(engine), write)
+
+
+def _written_by_one(ranks: Ranks, tensors: Iterator[tuple[str, torch.Tensor]], write: Callable) -> None:
+    """Collective: gathering the tensors takes all ranks, and one of them writes."""
+    if ranks.rank == 0:
+        write(tensors)
+    else:
+        for _ in tensors:
+            pass
+    ranks.barrier()
 
 
 def make_sinks(job: Job, num_steps: int, steps_done: int) -> list[Sink]:

@@ -3,7 +3,15 @@
 import torch
 
 from rlhf_mp.algorithms.supervised import make_task
-from rlhf_mp.assemble import Job, make_checkpoints, make_footprint, make_memory_watch, make_sinks, watched
+from rlhf_mp.assemble import (
+    Job,
+    make_checkpoints,
+    make_observers,
+    make_sinks,
+    make_trained,
+    make_updates,
+    watched,
+)
 from rlhf_mp.cluster.scheduler import cuts
 from rlhf_mp.data.batches import Batches
 from rlhf_mp.data.examples import ExampleReader, ExampleSet
@@ -12,7 +20,7 @@ from rlhf_mp.models.hf import load_tokenizer, stop_token_ids
 from rlhf_mp.observe.metrics import MetricLog
 from rlhf_mp.observe.reduce import reduce_over_ranks
 from rlhf_mp.planner.term import Role
-from rlhf_mp.train.build import make_actor, make_reference
+from rlhf_mp.train.build import make_reference
 from rlhf_mp.trainer.best import Best
 from rlhf_mp.trainer.loop import Schedule
 from rlhf_mp.trainer.supervised import SupervisedTrainer
@@ -25,10 +33,10 @@ def make_supervised_trainer(job: Job) -> SupervisedTrainer:
     torch.manual_seed(knobs.seed + job.ranks.rank)
     order = make_order(train.sizes, None, data)
     num_steps = knobs.total_training_steps or knobs.total_epochs * order.batches_per_epoch
-    task, engine = make_task(config), make_actor(config, job.device, num_steps)
-    reference = make_reference(config, job.device) if task.needs_reference else None
-    footprint = make_footprint(job, {Role.actor: engine} | ({Role.reference: reference} if reference else {}))
-    memory = make_memory_watch(job)
+    task, engine = make_task(config), make_trained(config, job.device, num_steps)["actor"]
+    reference = make_reference(config, job.device, engine) if task.needs_reference else None
+    models = {Role.actor: engine} | ({Role.reference: reference} if reference else {})
+    around, metrics = make_observers(job, models)
     batches = Batches(train.examples, order, cuts(config), engine.layout.dp_rank, engine.layout.dp_size)
     trainer = SupervisedTrainer(
         schedule=Schedule(num_steps, knobs.test_freq, knobs.save_freq, knobs.val_before_train),
@@ -39,12 +47,13 @@ def make_supervised_trainer(job: Job) -> SupervisedTrainer:
         validation=batches.share(validation.examples) if validation.examples else None,
         checkpoints=make_checkpoints(job, {"actor": engine}),
         log=MetricLog([], reduce_over_ranks),
-        watch=lambda phase: watched(job, phase, memory, footprint),
-        memory=lambda: memory.metrics() | (footprint.metrics() if footprint else {}),
+        watch=lambda phase: watched(job, phase, around),
+        memory=metrics,
         packed=config.actor_rollout_ref.model.use_remove_padding,
         counts=engine.layout.is_output_rank,
         stop_requested=job.stop_request.made,
         best=Best(knobs.best_metric, knobs.best_mode) if knobs.best_metric else None,
+        updates=make_updates(job, engine),
     )
     trainer.resume()
     if job.ranks.rank == 0:

@@ -16,6 +16,7 @@ from typing import Any
 from rlhf_mp.errors import CheckpointError
 
 MANIFEST, STATE = "manifest.json", "state.json"
+MARK_SAMPLES, MARK_BYTES = 64, 4096  # of each file of weights
 NAME = re.compile(r"global_step_(\d+)")
 
 
@@ -46,8 +47,12 @@ def finish(folder: Path, state: dict[str, Any]) -> None:
         json.dump({"files": files}, out, indent=2)
         out.flush()
         os.fsync(out.fileno())
-    shutil.rmtree(folder, ignore_errors=True)
+    replaced = folder.with_name(f".replaced-{folder.name}")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if folder.exists():  # not removed before its successor has the name
+        folder.rename(replaced)
     place.rename(folder)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _entry(file: Path) -> dict[str, Any]:
@@ -139,7 +144,7 @@ def misfits(
     if state["model"] != model:
         other = {key: value for key, value in state["model"].items() if key not in model or model[key] != value}
         yield f"is of another model, with {other}"
-    if state["num_ranks"] != num_ranks:
+    if state["num_ranks"] != num_ranks and "trained" not in state:  # by backends that may not be able to reshard
         yield f"was written by {state['num_ranks']} rank(s), this run has {num_ranks}"
 
 
@@ -151,3 +156,16 @@ def model_identity(model_path: Path) -> dict[str, Any]:
         "num_key_value_heads", "head_dim", "vocab_size", "tie_word_embeddings",
     )  # fmt: skip
     return {key: config[key] for key in keys if key in config}
+
+
+def weights_mark(folder: Path) -> str:
+    """Differs between models of equal shapes: a digest of sizes and of samples all over the files of weights."""
+    digest = hashlib.sha256()
+    for file in sorted([*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}".encode())
+        with file.open("rb") as stream:
+            for place in range(0, size, max(1, size // MARK_SAMPLES)):
+                stream.seek(place)
+                digest.update(stream.read(MARK_BYTES))
+    return digest.hexdigest()[:12]

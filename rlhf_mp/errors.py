@@ -42,6 +42,10 @@ class EngineError(RuntimeError):
         return type(self), (self.engine, self.reason, self.log_tail)
 
 
+class EngineLost(EngineError):
+    """A rollout engine that does not answer: it died, hangs, is too slow or broke inside. Another may take its work."""
+
+
 class RewardError(RuntimeError):
     """A reward cannot be had: its service is not there, or it failed on too many responses."""
 
@@ -56,6 +60,10 @@ class OutOfMemory(RuntimeError):
 
 class SampleError(RuntimeError):
     """What was sampled cannot be trained on: a reward that is no number, or no group whose rewards differ."""
+
+
+class DivergedError(RuntimeError):
+    """Too many updates in a row had to be skipped: their loss or gradient is no finite number."""
 
 
 class CheckpointError(RuntimeError):

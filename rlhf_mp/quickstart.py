@@ -23,21 +23,28 @@ from rlhf_mp.data.collate import collate
 from rlhf_mp.data.types import TokenBatch, Totals, Trajectory
 from rlhf_mp.models.heads import PolicyHead
 from rlhf_mp.models.hf import PreTrainedTokenizerBase, load_causal_lm, load_tokenizer
-from rlhf_mp.models.tiny import character_tokenizer, make_checkpoint
+from rlhf_mp.models.tiny import TinyShape, character_tokenizer, make_checkpoint
 from rlhf_mp.train.accumulate import ForwardSettings
 from rlhf_mp.train.torch_engine import TorchEngine
 
 CHARACTERS = "0123456789+="
+SHAPE = TinyShape(hidden=160)  # 1.2 M parameters
 NUM_HELD_OUT = 500
 START, CEILING = 0.30, 0.50  # held-out accuracy to hand over to reinforcement learning with
+SUMS = range(199)
+NEARBY = (-20, -10, -3, -2, -1, 1, 2, 3, 10, 20)
 WRONG_ANSWERS = 4  # to each problem
 BATCH, MAX_STEPS, CHECK_EVERY = 256, 2000, 10
 LEARNING_RATE = 1e-3
 
 
+def written(total: int) -> str:
+    return f"{total:03d}"[::-1]
+
+
 def problems(seed: int) -> list[dict[str, str]]:
     """All additions, shuffled."""
-    rows = [{"prompt": f"{a:02d}+{b:02d}=", "answer": f"{a + b:03d}"[::-1]} for a in range(100) for b in range(100)]
+    rows = [{"prompt": f"{a:02d}+{b:02d}=", "answer": written(a + b)} for a in range(100) for b in range(100)]
     random.Random(seed).shuffle(rows)
     return rows
 
@@ -53,14 +60,20 @@ def batch_of(rows: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def preferences(rows: list[dict[str, str]], seed: int) -> list[dict[str, str]]:
-    """Every problem with its right answer and wrong ones: a digit changed (twice as often), missing, or too many."""
+    """Every problem with its right answer and wrong ones: a sum nearby, any other, a digit off, missing, extra.
+
+    Sums nearby are what a policy gets wrong that has begun to understand, and another sum has every digit where it
+    puts one: a reward model that has not seen them says anything of them, and a policy finds that out.
+    """
     draw = random.Random(seed)
 
     def wrong(answer: str) -> str:
-        place, digit = draw.randrange(3), draw.choice("0123456789")
-        kinds = [answer[:place] + answer[place + 1 :], answer[:place] + digit + answer[place:]]
-        other = draw.choice([d for d in "0123456789" if d != answer[place]])
-        return draw.choice([*kinds, *[answer[:place] + other + answer[place + 1 :]] * 2])
+        place, digit, total = draw.randrange(3), draw.choice("0123456789"), int(answer[::-1])
+        nearby = written(draw.choice([total + by for by in NEARBY if total + by in SUMS]))
+        another = written(draw.choice([other for other in SUMS if other != total]))
+        changed = answer[:place] + draw.choice([d for d in "0123456789" if d != answer[place]]) + answer[place + 1 :]
+        odd = draw.choice([answer[:place] + answer[place + 1 :], answer[:place] + digit + answer[place:]])
+        return draw.choice([nearby, nearby, another, changed, odd])
 
     return [
         {"prompt": row["prompt"], "chosen": row["answer"], "rejected": wrong(row["answer"])}
@@ -117,7 +130,7 @@ def main(argv: list[str]) -> None:
         return
     start = time.monotonic()
     torch.set_num_threads(min(2, torch.get_num_threads()))  # more only wait for each other in a model this small
-    make_checkpoint(args.out / "model", character_tokenizer(CHARACTERS), seed=args.seed)
+    make_checkpoint(args.out / "model", character_tokenizer(CHARACTERS), SHAPE, seed=args.seed)
     rows = problems(args.seed)
     for name, part in {"val": rows[:NUM_HELD_OUT], "train": rows[NUM_HELD_OUT:]}.items():
         write_rows(args.out / f"{name}.jsonl", part)

@@ -18,7 +18,7 @@ from typing import Any
 
 from rlhf_mp.models.tiny import character_tokenizer, make_checkpoint
 from rlhf_mp.observe.console import duration
-from rlhf_mp.quickstart import CHARACTERS, NUM_HELD_OUT, preferences, problems, write_rows
+from rlhf_mp.quickstart import CHARACTERS, NUM_HELD_OUT, SHAPE, preferences, problems, write_rows
 
 ROOT = Path(__file__).parents[1]
 ACTOR = "actor_rollout_ref.actor"
@@ -62,7 +62,7 @@ def stages(out: Path) -> list[Stage]:
                 f"data.val_files={out / 'val.jsonl'}",
                 f"{ACTOR}.optim.lr=1e-3",
                 "trainer.total_epochs=100",
-                "trainer.total_training_steps=300",
+                "trainer.total_training_steps=220",
                 "trainer.test_freq=100",
                 "trainer.save_freq=50",
             ),
@@ -97,7 +97,7 @@ def stages(out: Path) -> list[Stage]:
 
 def prepare(out: Path, seed: int) -> None:
     """The model, which knows nothing yet, and the data."""
-    make_checkpoint(out / "base", character_tokenizer(CHARACTERS), seed=seed)
+    make_checkpoint(out / "base", character_tokenizer(CHARACTERS), SHAPE, seed=seed)
     rows = problems(seed)
     for name, part in {"val": rows[:NUM_HELD_OUT], "train": rows[NUM_HELD_OUT:]}.items():
         write_rows(out / f"{name}.jsonl", part)

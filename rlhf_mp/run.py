@@ -6,7 +6,8 @@ import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,15 +16,31 @@ from rlhf_mp.cluster.launcher import RankInfo
 from rlhf_mp.cluster.network import join_network
 from rlhf_mp.config.load import config_to_dict, dump_config
 from rlhf_mp.config.schema import RunConfig
-from rlhf_mp.errors import CheckpointError, ConfigError, EngineError, OutOfMemory, RewardError, SampleError, SyncError
+from rlhf_mp.errors import (
+    CheckpointError,
+    ConfigError,
+    DivergedError,
+    EngineError,
+    OutOfMemory,
+    RewardError,
+    SampleError,
+    SyncError,
+)
+from rlhf_mp.host_allocator import loaded_allocator
+from rlhf_mp.prepare import EXIT_CONFIG
 
 if TYPE_CHECKING:
     from rlhf_mp.assemble import Job
+    from rlhf_mp.cluster.ranks import Ranks
+    from rlhf_mp.cluster.services import Here, Services
     from rlhf_mp.trainer.best import Best
     from rlhf_mp.trainer.trainer import Trainer
 
-EXIT_CONFIG, EXIT_FAILED = 2, 1
-EXPLAINED = (ConfigError, CheckpointError, EngineError, OutOfMemory, RewardError, SampleError, SyncError)
+EXIT_FAILED = 1
+CUDA_CONF = "PYTORCH_CUDA_ALLOC_CONF"
+EXPLAINED = (
+    ConfigError, CheckpointError, DivergedError, EngineError, OutOfMemory, RewardError, SampleError, SyncError,
+)  # fmt: skip
 """Errors whose text says it all; any other comes with its traceback."""
 
 
@@ -47,17 +64,28 @@ def train_to_the_end(job: "Job", trainer: "Trainer") -> None:
 
 def run(config: RunConfig, info: RankInfo, work: Callable[["Job", "Trainer"], None] = train_to_the_end) -> int:
     """Do ``work`` with everything started. Returns 0 when all went well; otherwise ends the process, with its code."""
-    guard = start_guard(info.rank, Path(config.trainer.default_local_dir), several_hosts=info.several_hosts)
+    with launched(config, info) as (job, trainer):
+        work(job, trainer)
+    return 0
+
+
+@contextmanager
+def launched(config: RunConfig, info: RankInfo) -> Iterator[tuple["Job", "Trainer"]]:
+    """Collective. Everything started, and ended with the block. An error inside it is reported and ends the process."""
+    knobs = config.trainer
+    guard = start_guard(
+        info.rank, Path(knobs.default_local_dir), several_hosts=info.several_hosts, alert=knobs.alert_command
+    )
     os.environ["TMPDIR"] = str(guard.tmp)  # what Ray and SGLang leave there goes with the job
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # end at once even inside a collective; the guard cleans up
     try:
-        start_and(work, config, info, guard)
+        with started(config, info, guard) as parts:
+            yield parts
     except EXPLAINED as error:
         leave(guard, EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_FAILED, f"rank {info.rank}", str(error))
     except BaseException:  # whatever it is, the user reads about it before the other ranks' broken connections
         leave(guard, EXIT_FAILED, f"rank {info.rank}", traceback.format_exc())
     guard.farewell(0)
-    return 0
 
 
 def leave(
@@ -74,8 +102,9 @@ def leave(
     os._exit(exit_code)
 
 
-def start_and(work: Callable[["Job", "Trainer"], None], config: RunConfig, info: RankInfo, guard: Guard) -> None:
-    """Join the ranks, start the engines, assemble the trainer, ``work``, and take everything down again."""
+@contextmanager
+def started(config: RunConfig, info: RankInfo, guard: Guard) -> Iterator[tuple["Job", "Trainer"]]:
+    """Join the ranks, start the engines, assemble the trainer; take all down again after a block that went well."""
     quiet()
     import torch
     import torch.distributed as dist
@@ -87,20 +116,21 @@ def start_and(work: Callable[["Job", "Trainer"], None], config: RunConfig, info:
     from rlhf_mp.algorithms.base import make_algorithm
     from rlhf_mp.assemble import Job, make_trainer
     from rlhf_mp.assemble_supervised import make_supervised_trainer
-    from rlhf_mp.cluster.placement import place
     from rlhf_mp.cluster.ranks import Ranks, check_shared
-    from rlhf_mp.cluster.services import Here, Services
+    from rlhf_mp.cluster.services import Here
     from rlhf_mp.cluster.stop_request import StopRequest
     from rlhf_mp.train.build import join_ranks
     from rlhf_mp.train.compiler_locks import build_root, remove_abandoned_locks
+    from rlhf_mp.train.cuda_allocator import limit_share
 
     make_algorithm(config)  # a function of one's own that cannot work is told before anything starts
     device = torch.device("cpu" if on_cpu else f"cuda:{info.local_rank}")
     if not on_cpu:
         torch.cuda.set_device(device)
+    limit_share(device, config.trainer.per_process_memory_fraction)
     if info.rank == 0:
         dump_config(config, guard.run_dir / "config.yaml")
-        print(f"run directory {guard.run_dir}")
+        print(f"run directory {guard.run_dir}\n{allocators(on_cpu)}")
     if info.local_rank == 0 and config.trainer.nnodes == 1:  # several hosts may share the folder
         for lock in remove_abandoned_locks(build_root()):
             print(f"removed {lock}: a run was killed while it compiled")
@@ -110,16 +140,7 @@ def start_and(work: Callable[["Job", "Trainer"], None], config: RunConfig, info:
     if info.several_hosts:
         check_shared(guard.run_dir, ranks)
     samples = config.trainer.task == "rl"
-    services = None
-    if samples:
-        services = Services(
-            config,
-            place(config, on_cpu),
-            ranks,
-            Here(info, address, guard.tmp),
-            guard.run_dir / "logs",
-            on_end=lambda what, how, log: leave(guard, EXIT_FAILED, what, how, log, witnessed=True),
-        )
+    services = start_services(config, on_cpu, ranks, Here(info, address, guard.tmp), guard) if samples else None
     job = Job(
         config,
         ranks,
@@ -129,11 +150,37 @@ def start_and(work: Callable[["Job", "Trainer"], None], config: RunConfig, info:
         stop_request=StopRequest(guard.run_dir, info.rank == 0, ranks.broadcast),
         on_hang=lambda message: leave(guard, EXIT_FAILED, f"rank {info.rank}", message, guard.log),
     )
-    work(job, make_trainer(job) if samples else make_supervised_trainer(job))
+    yield job, make_trainer(job) if samples else make_supervised_trainer(job)
     if services is not None:
         services.stop()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def start_services(config: RunConfig, on_cpu: bool, ranks: "Ranks", here: "Here", guard: Guard) -> "Services":
+    """Collective. The scheduler and the engines, where the placement has them."""
+    from rlhf_mp.cluster.cores import compute_on
+    from rlhf_mp.cluster.placement import place
+    from rlhf_mp.cluster.services import Services
+
+    placement = place(config, on_cpu, sorted(os.sched_getaffinity(0)))
+    services = Services(
+        config,
+        placement,
+        ranks,
+        here,
+        guard.run_dir / "logs",
+        on_end=lambda what, how, log: leave(guard, EXIT_FAILED, what, how, log, witnessed=True),
+    )
+    if placement.rank_cores:
+        compute_on(placement.rank_cores[ranks.rank])  # only now: Ray, a child of rank 0, would inherit it
+    return services
+
+
+def allocators(on_cpu: bool) -> str:
+    """What manages this process's memory."""
+    host = f"host memory: {loaded_allocator(Path('/proc/self/maps').read_text())} malloc"
+    return host if on_cpu else f"{host}; CUDA memory: {CUDA_CONF}={os.environ.get(CUDA_CONF, 'unset')}"
 
 
 def quiet() -> None:
@@ -163,6 +210,8 @@ def finish(config: RunConfig, run_dir: Path, best: "Best | None") -> None:
         paths["hf"] = str(run_dir / "huggingface")
         if config.critic.enable:
             paths["hf_critic"] = str(run_dir / "huggingface_critic")
+        if config.actor_rollout_ref.model.lora_rank:
+            paths["adapter"] = str(run_dir / "huggingface_adapter")
     records = read_jsonl(run_dir / "metrics.jsonl")
     summary = write_summary(
         run_dir / "summary.json",

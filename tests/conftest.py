@@ -37,6 +37,22 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="session")
+def reward_checkpoint(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A reward model of the same body, whose scores are about as far apart as those of a trained one."""
+    import torch
+
+    from rlhf_mp.models.heads import RewardHead
+    from rlhf_mp.models.hf import save_checkpoint
+
+    head, path = RewardHead(), tmp_path_factory.mktemp("reward_model")
+    model = head.load(str(tiny_checkpoint), torch.float32)
+    with torch.no_grad():
+        model.score.weight.normal_(std=0.5, generator=torch.Generator().manual_seed(3))
+    save_checkpoint(model.named_parameters(), str(tiny_checkpoint), path, torch.float32, head.saved_config)
+    return path
+
+
 @pytest.fixture(scope="session", params=[1, 2], ids=["tp1", "tp2"])
 def sglang_server(request, tiny_checkpoint: Path, tmp_path_factory) -> Iterator:
     """A float32 server of ``tiny_checkpoint`` at tensor-parallel size 1 and 2."""

@@ -21,13 +21,13 @@ PYTHON = [*PRODUCT, *sorted((ROOT / "benchmarks").rglob("*.py")), *sorted((ROOT 
 # Imports point up this list or stay within a line. A longer name wins: cluster.guard is not in the layer of cluster.
 LAYERS = [
     "errors registry phase",
-    "config planner checkpoint cluster.guard cluster.watch cluster.first_failure cluster.processes "
-    "cluster.shared_memory cluster.launcher cluster.network",  # before torch is touched
+    "config planner checkpoint host_allocator cluster.guard cluster.watch cluster.alert cluster.first_failure "
+    "cluster.processes cluster.shared_memory cluster.launcher cluster.network",  # before torch is touched
     "data algorithms models",
     "observe rewards train rollout weights environments",
     "cluster",
     "trainer",
-    "assemble assemble_supervised run quickstart rlhf_demo episode_quickstart",
+    "prepare assemble assemble_supervised replay replay_report run api quickstart rlhf_demo episode_quickstart",
     "launch benchmarks",
 ]
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names.split()}
@@ -36,16 +36,28 @@ ADAPTERS = {
     "ray": r"cluster/bootstrap",
     "deepspeed": r"train/deepspeed_engine",
     "sglang": r"rollout/sglang_plugin|weights/(tensor|distributed)",
-    "transformers": r"models/(hf|packed_attention|scalar|tiny)|train/(deepspeed_engine|megatron_\w+)",
+    "transformers": r"models/(hf|packed_attention|quantized|scalar|tiny)|train/(deepspeed_engine|megatron_\w+)",
     "megatron": r"train/megatron_\w+",
     "mbridge": r"train/megatron_\w+",
+    "peft": r"models/lora",
+    "bitsandbytes": r"models/quantized",
     "wandb": r"observe/sinks",
 }
-OPTIONAL = {"sglang", "wandb", "megatron", "mbridge", "PIL"}  # installed apart, see setup.py; asked for by a knob
+OPTIONAL = {
+    "bitsandbytes",
+    "sglang",
+    "wandb",
+    "megatron",
+    "mbridge",
+    "PIL",
+}  # installed apart, see setup.py; asked for by a knob
 PROTOCOLS = [
     ("train/base.py", "Scorer", "train/torch_engine.py", "TorchScorer"),
     ("train/base.py", "Scorer", "train/deepspeed_engine.py", "DeepSpeedScorer"),
+    ("train/base.py", "Scorer", "train/adapted.py", "BaseScorer"),
     ("train/base.py", "TrainEngine", "train/torch_engine.py", "TorchEngine"),
+    ("train/base.py", "ModuleEngine", "train/torch_engine.py", "TorchEngine"),
+    ("train/base.py", "ModuleEngine", "train/deepspeed_engine.py", "DeepSpeedEngine"),
     ("train/base.py", "TrainEngine", "train/deepspeed_engine.py", "DeepSpeedEngine"),
     ("train/base.py", "Scorer", "train/megatron_engine.py", "MegatronScorer"),
     ("train/base.py", "TrainEngine", "train/megatron_engine.py", "MegatronEngine"),

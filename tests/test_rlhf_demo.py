@@ -48,4 +48,4 @@ def test_a_wrong_answer_is_never_the_right_one_and_comes_in_all_kinds():
     assert len(pairs) == 4 * len(rows) and preferences(rows, seed=0) == pairs
     assert all(pair["chosen"] == answers[pair["prompt"]] != pair["rejected"] for pair in pairs)
     lengths = [len(pair["rejected"]) for pair in pairs]
-    assert {n: round(lengths.count(n) / len(lengths), 1) for n in (2, 3, 4)} == {2: 0.2, 3: 0.5, 4: 0.3}
+    assert {n: round(lengths.count(n) / len(lengths), 1) for n in (2, 3, 4)} == {2: 0.1, 3: 0.8, 4: 0.1}

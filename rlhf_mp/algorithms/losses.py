@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from rlhf_mp.algorithms.aggregate import loss_aggregations
-from rlhf_mp.algorithms.correction import mismatch_metrics, rollout_weights
+from rlhf_mp.algorithms.correction import CORRECTIONS, mismatch_metrics, rollout_weights
 from rlhf_mp.algorithms.kl import k3, kl_estimators, log_ratio
 from rlhf_mp.algorithms.masked import PerToken, masked, masked_sum
 from rlhf_mp.algorithms.registered import policy_losses
@@ -34,7 +34,7 @@ def make_policy_loss(actor: ActorConfig, correction: RolloutCorrectionConfig = N
         old = logprobs.detach() if batch.old_logprobs is None else masked(batch.old_logprobs, mask)
         terms = policy_loss(logprobs, batch.with_old_logprobs(old), actor)
         per_token, per_token_metrics = terms.loss, dict(terms.metrics)
-        if correction.method != "none":
+        if correction.method in CORRECTIONS:
             weights, about_weights = rollout_weights(old, rollout, correction)
             per_token, per_token_metrics = per_token * weights, per_token_metrics | about_weights
         pg_loss = loss = aggregate(per_token, mask, totals)

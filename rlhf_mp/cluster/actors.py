@@ -1,18 +1,22 @@
-"""What Ray runs: one host per SGLang server, and the scheduler. Each is a thin shell around a plain class."""
+"""The scheduler as Ray runs it: a thin shell around plain classes."""
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from rlhf_mp.cluster.answers import Answers
+from rlhf_mp.cluster.engine_host import RemoteHost
+from rlhf_mp.cluster.engine_pool import EnginePool, News, Rules, Target
+from rlhf_mp.cluster.reward_pool import RewardPool
 from rlhf_mp.cluster.scheduler import Evaluation, RolloutScheduler
 from rlhf_mp.config.schema import RunConfig
 from rlhf_mp.data.order import make_order
 from rlhf_mp.data.prompt_table import DataFile, compare_files
-from rlhf_mp.data.prompts import load_prompts
+from rlhf_mp.data.prompts import Row, given_prompts, load_prompts
 from rlhf_mp.data.types import Share
 from rlhf_mp.environments.registered import environment_maker
 from rlhf_mp.errors import ConfigError, Problem
@@ -20,9 +24,10 @@ from rlhf_mp.models.hf import PreTrainedTokenizerBase, load_tokenizer, stop_toke
 from rlhf_mp.rewards.base import Setting
 from rlhf_mp.rewards.registered import make_reward
 from rlhf_mp.rollout.episodes import Episodes
+from rlhf_mp.rollout.reward_server import RewardClient
 from rlhf_mp.rollout.sampler import Sampler
 from rlhf_mp.rollout.sglang_client import SGLangClient
-from rlhf_mp.rollout.sglang_server import Address, ServerPlan, SGLangServer, describe_exit
+from rlhf_mp.rollout.sglang_server import Address, Kind
 from rlhf_mp.rollout.turns import TurnEncoder
 from rlhf_mp.rollout.validation import file_names
 
@@ -33,29 +38,6 @@ def write_output_to(log_file: Path) -> None:
     with log_file.open("ab", buffering=0) as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-
-
-class EngineHost:
-    """Owns one SGLang server: the server ends with this actor, this actor with the job."""
-
-    def __init__(self, plan: ServerPlan, config: RunConfig, log_file: Path, address: str):
-        """
-        Args:
-            address: of this host, where the server shall listen.
-        """
-        rollout = config.actor_rollout_ref.rollout
-        context = config.data.max_prompt_length + config.data.max_response_length
-        self.server = SGLangServer(plan, rollout, context, log_file, host=address)
-        self.timeout_s = rollout.startup_timeout_s
-
-    async def ready(self) -> Address:
-        """Where the server answers, once it does."""
-        await asyncio.to_thread(self.server.wait_ready, self.timeout_s)
-        return self.server.address
-
-    async def ended(self) -> str:
-        """Waits for the server's end, and says what it was."""
-        return describe_exit(await asyncio.to_thread(self.server.process.wait))
 
 
 @dataclass(frozen=True)
@@ -91,13 +73,31 @@ def make_episodes(config: RunConfig, tokenizer: PreTrainedTokenizerBase, stop_id
     return Episodes(make, knobs, encoder, lambda ids: tokenizer.decode(ids, skip_special_tokens=True))
 
 
+def rules_of(config: RunConfig) -> Rules:
+    rollout = config.actor_rollout_ref.rollout
+    return Rules(config.trainer.max_engine_restarts, rollout.health_check_interval_s, rollout.health_check_timeout_s)
+
+
+def make_pool(config: RunConfig) -> EnginePool:
+    rollout = config.actor_rollout_ref.rollout
+    return EnginePool(rules_of(config), lambda name, address: SGLangClient(name, address, rollout.request_timeout_s))
+
+
+def make_reward_pool(config: RunConfig, news: asyncio.Queue[News]) -> RewardPool | None:
+    """The servers of a reward model that has its own; None where there are none."""
+    if not config.reward_model.served:
+        return None
+    timeout_s = config.reward_model.rollout.request_timeout_s
+    return RewardPool(rules_of(config), lambda name, address: RewardClient(name, address, timeout_s), news)
+
+
 class SchedulerActor:
     """The scheduler with everything it owns: data, tokenizer, reward, connections to the engines."""
 
     def __init__(self, config: RunConfig, log_file: Path):
         write_output_to(log_file)
         model, data = config.actor_rollout_ref.model, config.data
-        tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+        self.tokenizer = tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
         train = load_prompts(data.train_files, tokenizer, data).first(data.train_max_samples)
         validation = {
             name: load_prompts([file], tokenizer, data).first(data.val_max_samples)
@@ -112,6 +112,11 @@ class SchedulerActor:
         order = make_order(train.facts.sizes, train.curriculum, data)
         sampler = Sampler(tokenizer, reward, make_episodes(config, tokenizer, stop_ids))
         self.scheduler = RolloutScheduler(config, sampler, reward, train, order, validation, stop_ids)
+        self.pool = make_pool(config)
+        self.reward_pool = make_reward_pool(config, self.pool.news)
+        sampler.connect(self.pool, self.reward_pool)
+        self.answers = Answers(self.pool.swap_needed)
+        self._evaluation: asyncio.Future[Evaluation] | None = None
         self.found = DataFacts(
             num_prompts=len(train),
             num_dropped=train.facts.num_dropped,
@@ -125,21 +130,65 @@ class SchedulerActor:
         """Starts the reward too: a judge that is not there ends the run before anything trains."""
         return replace(self.found, notes=await self.scheduler.reward.start())
 
-    async def connect(self, addresses: Sequence[Address]) -> None:
-        """Sample from these servers."""
-        timeout_s = self.scheduler.config.actor_rollout_ref.rollout.request_timeout_s
-        self.scheduler.sampler.connect(
-            [SGLangClient(f"SGLang engine {i}", address, timeout_s) for i, address in enumerate(addresses)]
-        )
+    async def connect(self, kind: Kind, hosts: Sequence[Any], addresses: Sequence[Address]) -> None:
+        """Use these servers, and see to them from now on.
+
+        Args:
+            hosts: actors that own them.
+        """
+        pool = self.pool if kind == "engine" else self.reward_pool
+        pool.adopt([RemoteHost(index, actor, kind) for index, actor in enumerate(hosts)], addresses)
+
+    async def targets(self) -> list[Target]:
+        return self.pool.targets()
+
+    async def lost(self, index: int, start: int, reason: str) -> None:
+        self.pool.lost(index, start, reason)
+
+    async def settle(self, version: int, served: Sequence[Target]) -> None:
+        self.pool.settle(version, served)
+
+    async def news(self) -> News:
+        """The next thing to tell the user about an engine; waits for it. Fails when this process dies."""
+        news = await self.pool.news.get()
+        print(f"{news.name}: {news.text}", flush=True)
+        return news
 
     async def publish(self, version: int) -> None:
         await self.scheduler.publish(version)
 
-    async def fetch(self, step: int, rank: int) -> Share:
-        return await self.scheduler.fetch(step, rank)
+    async def fetch(self, step: int, rank: int, question: int) -> Share | None:
+        """None: no engine has the live weights, push them and ask again.
 
-    async def evaluate(self) -> Evaluation:
-        return await self.scheduler.evaluate()
+        Args:
+            question: the so-manieth of this rank; every rank asks the same ones.
+        """
+        return await self._shared(question, lambda: self.scheduler.fetch(step, rank))
+
+    async def sample(self, step: int, rows: Sequence[Row], rank: int, question: int) -> Share | None:
+        """As ``fetch``."""
+        prompts = given_prompts(rows, self.tokenizer, self.scheduler.config.data)
+        return await self._shared(question, lambda: self.scheduler.sample(step, prompts, rank))
+
+    async def _shared(self, question: int, fetch: Callable[[], Awaitable[Share]]) -> Share | None:
+        """Each rank's own share, or None for all of them."""
+
+        async def sampled() -> bool:
+            await fetch()
+            return True
+
+        return await fetch() if await self.answers.to(question, sampled) else None
+
+    async def evaluate(self, question: int) -> Evaluation | None:
+        """As ``fetch``. An evaluation that waits for engines goes on when it is asked for again."""
+        return await self.answers.to(question, self._evaluated)
+
+    async def _evaluated(self) -> Evaluation:
+        if self._evaluation is None:
+            self._evaluation = asyncio.ensure_future(self.scheduler.evaluate())
+        evaluation = await asyncio.shield(self._evaluation)
+        self._evaluation = None
+        return evaluation
 
     async def state_dict(self, step: int) -> dict[str, Any]:
         files = {knob: [asdict(file) for file in files] for knob, files in self.files.items()}
@@ -155,7 +204,3 @@ class SchedulerActor:
         remarks = compare_files(then, self.files)
         self.scheduler.load_state_dict(state["order"])
         return remarks
-
-    async def ended(self) -> str:
-        """Never returns; the call fails when this process dies."""
-        return await asyncio.Event().wait()

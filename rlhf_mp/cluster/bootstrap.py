@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import signal
 import subprocess
 import sys
 import time
@@ -57,6 +58,7 @@ def start_ray(tmp: Path, host: str | None) -> str:
             _temp_dir=str(tmp / "ray"),
             _node_ip_address=host,
         )
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Ray's own would raise wherever we are; the guard cleans up
     finally:
         os.environ.update(saved)
     return context.address_info["gcs_address"]
@@ -106,6 +108,7 @@ def join_ray(address: str, host: str | None) -> None:
     import ray
 
     ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR", _node_ip_address=host)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def node_id() -> str:
@@ -152,15 +155,27 @@ def result(reference: Any) -> Any:
         raise ActorGone(str(error).splitlines()[0]) from error
 
 
+async def awaited(reference: Any) -> Any:
+    """``result`` for an event loop."""
+    from ray.exceptions import RayActorError, RayTaskError
+
+    try:
+        return await reference
+    except RayTaskError as error:
+        raise error.cause from error
+    except RayActorError as error:
+        raise ActorGone(str(error).splitlines()[0]) from error
+
+
 class ActorGone(RuntimeError):
     """A Ray actor's process ended without saying why."""
 
 
-def first_end(calls: dict[str, Any], timeout_s: float) -> tuple[str, str] | None:
-    """Wait until one of several never-ending calls ends, because what it watches has died.
+def first_end(calls: dict[str, Any], timeout_s: float) -> tuple[str, Any] | None:
+    """Wait until one of several calls ends, because what it watches has died or has something to say.
 
     Returns:
-        The name of what died, and how; None if nothing died in time.
+        Its name, and what it says; None if nothing ended in time.
     """
     import ray
 
@@ -169,7 +184,7 @@ def first_end(calls: dict[str, Any], timeout_s: float) -> tuple[str, str] | None
         return None
     name = next(name for name, call in calls.items() if call == ended[0])
     try:
-        return name, str(result(ended[0]))
+        return name, result(ended[0])
     except ActorGone:
         return name, "its process was killed or crashed"
 

@@ -1,9 +1,11 @@
 """The scheduler, as one rank sees it. Every rank fetches its own share; none relays."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from rlhf_mp.cluster.actors import DataFacts
 from rlhf_mp.cluster.bootstrap import result
+from rlhf_mp.data.prompts import Row
 from rlhf_mp.data.types import SampleText, Share, Sums
 
 
@@ -13,6 +15,7 @@ class RolloutClient:
     def __init__(self, actor: Any, rank: int):
         self.actor, self.rank = actor, rank
         self._share = rank
+        self._questions = 0  # asked by this rank; the others ask the same ones
 
     def with_share(self, dp_rank: int) -> "RolloutClient":
         """One that fetches the share of ``dp_rank``: ranks that hold parts of one model get the same."""
@@ -23,18 +26,27 @@ class RolloutClient:
     def facts(self) -> DataFacts:
         return result(self.actor.facts.remote())
 
-    def fetch(self, step: int) -> Share:
-        return result(self.actor.fetch.remote(step, self._share))
+    def fetch(self, step: int) -> Share | None:
+        """None on every rank: no engine has the live weights; publish them again, and ask again."""
+        self._questions += 1
+        return result(self.actor.fetch.remote(step, self._share, self._questions))
+
+    def sample(self, step: int, rows: Sequence[Row]) -> Share | None:
+        """None as for ``fetch``."""
+        self._questions += 1
+        return result(self.actor.sample.remote(step, rows, self._share, self._questions))
 
     def publish(self, version: int) -> None:
         if self.rank == 0:
             result(self.actor.publish.remote(version))
 
-    def evaluate(self) -> tuple[Sums, list[SampleText]]:
-        if self.rank != 0:
-            return {}, []
-        evaluation = result(self.actor.evaluate.remote())
-        return evaluation.metrics, evaluation.samples
+    def evaluate(self) -> tuple[Sums, list[SampleText]] | None:
+        """None as for ``fetch``."""
+        self._questions += 1
+        evaluation = result(self.actor.evaluate.remote(self._questions))
+        if evaluation is None:
+            return None
+        return (evaluation.metrics, evaluation.samples) if self.rank == 0 else ({}, [])
 
     def state_dict(self, step: int) -> dict[str, Any]:
         return result(self.actor.state_dict.remote(step))

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean, pstdev
 
 from rlhf_mp.config.reward import OverlongBufferConfig
+from rlhf_mp.config.reward_model import RewardModelConfig
 from rlhf_mp.data.prompts import Prompt
 from rlhf_mp.data.types import Sums, Trajectory
 from rlhf_mp.errors import SampleError
@@ -21,9 +22,19 @@ class Group:
     prompt: Prompt
     responses: list[Trajectory]
 
-    @property
-    def has_spread(self) -> bool:
-        return len({t.reward for t in self.responses}) > 1
+
+Worth = Callable[[Trajectory], float]
+
+
+def worth_of(own: RewardModelConfig) -> Worth:
+    """What tells the responses to a prompt apart: the reward, with a served reward model its score beside it.
+
+    The score is as the model gives it: normalising it needs what only the training ranks have seen, and leaves equal
+    what is equal.
+    """
+    if not own.served:
+        return lambda t: t.reward
+    return lambda t: own.rule_coef * t.reward + own.coef * t.rm_score
 
 
 def require_numbers(groups: Sequence[Group], text: Callable[[list[int]], str]) -> None:
@@ -44,12 +55,13 @@ def require_numbers(groups: Sequence[Group], text: Callable[[list[int]], str]) -
 
 
 async def filled(
-    draw: Callable[[int], Awaitable[list[Group]]], size: int, max_batches: int
+    draw: Callable[[int], Awaitable[list[Group]]], size: int, max_batches: int, worth: Worth
 ) -> tuple[list[Group], Sums]:
     """Dynamic sampling: draw batches until ``size`` groups have rewards that differ. What is left over is not used.
 
     Args:
         draw: samples the so-manieth batch of prompts of this step.
+        worth: in which the responses of a group must differ.
 
     Raises:
         SampleError: ``max_batches`` were not enough.
@@ -61,7 +73,7 @@ async def filled(
     for number in range(max_batches):
         drawn = await draw(number)
         num_drawn += len(drawn)
-        kept += [group for group in drawn if group.has_spread]
+        kept += [group for group in drawn if len(set(map(worth, group.responses))) > 1]
         if len(kept) >= size:
             metrics = {"num_gen_batches": (number + 1, 1), "kept_groups_fraction": (len(kept), num_drawn)}
             return kept[:size], {f"rollout/{name}": pair for name, pair in metrics.items()}

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TextIO
 
+from rlhf_mp.cluster.alert import send_alert
 from rlhf_mp.cluster.first_failure import FIRST_FAILURE, claim, claimed_meanwhile, failure_text
 from rlhf_mp.cluster.processes import find_launchers, start_time
 from rlhf_mp.cluster.watch import Watched
@@ -41,6 +42,7 @@ class Guard:
     log: Path
     console: TextIO
     farewell_fd: int
+    alert: str | None = None  # a command, see alert.py
     speaking: threading.Lock = field(default_factory=threading.Lock)
 
     def farewell(self, exit_code: int) -> None:
@@ -59,10 +61,11 @@ class Guard:
                 return False
             self.console.write(failure_text(what, message, log))
             self.console.flush()
+            send_alert(self.alert, what, message, self.run_dir)
         return True
 
 
-def start_guard(rank: int, run_dir: Path, *, several_hosts: bool = False) -> Guard:
+def start_guard(rank: int, run_dir: Path, *, several_hosts: bool = False, alert: str | None = None) -> Guard:
     """Start this rank's guard, before any heavy import.
 
     From here on stdout and stderr go to ``<run_dir>/logs/rank_<rank>.log``, rank 0's to the old stdout as well.
@@ -89,6 +92,7 @@ def start_guard(rank: int, run_dir: Path, *, several_hosts: bool = False) -> Gua
         job=job, tmp=str(tmp), run_dir=str(run_dir), log=str(log),
         buffers=f"deepspeed_allreduce_buffer_{os.getuid()}_{os.environ['MASTER_ADDR']}_{os.environ['MASTER_PORT']}_",
         alive_fd=os.pidfd_open(pid), farewell_fd=farewell_read, output_fd=output_read, launcher_fds=launchers,
+        alert=alert,
     )  # fmt: skip
     fds = [watched.alive_fd, farewell_read, output_read, *launchers]
     package_root = str(Path(__file__).parents[2])
@@ -105,7 +109,7 @@ def start_guard(rank: int, run_dir: Path, *, several_hosts: bool = False) -> Gua
     os.dup2(output_write, 2)
     os.close(output_write)
     sys.stdout.reconfigure(line_buffering=True)
-    return Guard(run_dir, tmp, log, console, farewell_write)
+    return Guard(run_dir, tmp, log, console, farewell_write, alert)
 
 
 def job_id() -> str:

@@ -1,42 +1,105 @@
-"""Which process runs where: a pure function of the config, computed alike everywhere."""
+"""Which process runs where: a pure function of the config and the machine, computed alike everywhere."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from rlhf_mp.config.schema import RunConfig
-from rlhf_mp.rollout.sglang_server import ServerPlan
+from rlhf_mp.errors import ConfigError, Problem
+from rlhf_mp.rollout.sglang_server import Kind, ServerPlan
+
+Cores = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the engines are. Rank r trains on GPU r mod n_gpus_per_node of its node."""
+    """Where the servers are. Rank r trains on GPU r mod n_gpus_per_node of its node."""
 
     num_ranks: int
     servers: tuple[ServerPlan, ...]
+    rank_cores: tuple[Cores, ...] = ()  # of each rank; empty: wherever the system likes
+    reward_servers: tuple[ServerPlan, ...] = ()
 
 
-def place(config: RunConfig, on_cpu: bool) -> Placement:
-    """Engines share the trainers' GPUs and are spread evenly over the machines; none spans two (checks.py).
+@dataclass(frozen=True)
+class Fleet:
+    """Servers of one kind, all alike."""
 
-    The k-th engine of a machine has its GPUs k * tp to (k + 1) * tp - 1.
+    kind: Kind
+    model_path: str
+    number: int
+    width: int  # GPUs, or workers, of each
+
+    @property
+    def workers(self) -> int:
+        return self.number * self.width
+
+    def nodes(self, num_nodes: int) -> list[int]:
+        """The machine of each: spread evenly, and none spans two (checks.py)."""
+        return [index * num_nodes // self.number for index in range(self.number)]
+
+
+def place(config: RunConfig, on_cpu: bool, cores: Sequence[int] = ()) -> Placement:
+    """Engines are spread evenly over the machines, and so are the servers of a reward model.
+
+    Colocated, the k-th server of its kind on a machine has its GPUs k * tp to (k + 1) * tp - 1, which ranks train on
+    too. Disjoint, engines have as many GPUs after those of the ranks, and reward servers after those; on CPU every rank
+    and every worker of a server has cores of its own.
+
+    Args:
+        cores: that this job may use; only a disjoint placement on CPU asks.
+
+    Raises:
+        ConfigError: there are too few of them.
     """
-    trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
-    width = rollout.tensor_model_parallel_size
-    nodes = [index * trainer.nnodes // rollout.num_engines for index in range(rollout.num_engines)]
-    servers = []
-    for index, node in enumerate(nodes):
-        first = (index - nodes.index(node)) * width
-        servers.append(
-            ServerPlan(
-                index=index,
-                model_path=config.actor_rollout_ref.model.path,
-                on_cpu=on_cpu,
-                gpus=() if on_cpu else tuple(range(first, first + width)),
-                seed=trainer.seed + index,
-                node=node,
+    trainer, rollout, own = config.trainer, config.actor_rollout_ref.rollout, config.reward_model
+    disjoint = trainer.placement == "disjoint"
+    path, width = config.actor_rollout_ref.model.path, rollout.tensor_model_parallel_size
+    fleets = [Fleet("engine", path, rollout.num_engines, width)]
+    if own.served:
+        knobs = own.rollout
+        fleets.append(Fleet("reward_server", own.model.path, knobs.num_engines, knobs.tensor_model_parallel_size))
+    rank_cores, fleet_cores = ((), [])
+    if disjoint and on_cpu:
+        rank_cores, fleet_cores = _shared_out(trainer.num_ranks, fleets, cores)
+    taken = [trainer.n_gpus_per_node if disjoint else 0] * trainer.nnodes  # GPUs of each machine
+    placed = []
+    for fleet in fleets:
+        nodes, servers = fleet.nodes(trainer.nnodes), []
+        for index, node in enumerate(nodes):
+            first = taken[node] + (index - nodes.index(node)) * fleet.width
+            servers.append(
+                ServerPlan(
+                    index=index,
+                    model_path=fleet.model_path,
+                    on_cpu=on_cpu,
+                    gpus=() if on_cpu else tuple(range(first, first + fleet.width)),
+                    seed=trainer.seed + index,
+                    node=node,
+                    cores=fleet_cores[len(placed)][index] if fleet_cores else (),
+                    kind=fleet.kind,
+                )
             )
-        )
-    return Placement(trainer.nnodes * trainer.n_gpus_per_node, tuple(servers))
+        if disjoint:
+            taken = [used + nodes.count(node) * fleet.width for node, used in enumerate(taken)]
+        placed.append(tuple(servers))
+    return Placement(trainer.num_ranks, placed[0], rank_cores, placed[1] if own.served else ())
+
+
+def _shared_out(
+    ranks: int, fleets: Sequence[Fleet], cores: Sequence[int]
+) -> tuple[tuple[Cores, ...], list[list[Cores]]]:
+    """Equally many for each rank and each server's worker, ranks first; what is left over is nobody's."""
+    workers = sum(fleet.workers for fleet in fleets)
+    each = len(cores) // (ranks + workers)
+    if each == 0:
+        reason = f"{ranks} rank(s) and {workers} server worker(s) on {len(cores)} core(s)"
+        fix = "fewer trainer.n_gpus_per_node or actor_rollout_ref.rollout.num_engines, or trainer.placement=colocated"
+        raise ConfigError([Problem("trainer.placement", "disjoint", f"each needs a core of its own: {reason}", fix)])
+    parts = iter([tuple(cores[i * each : (i + 1) * each]) for i in range(ranks + workers)])
+    of_ranks = tuple(next(parts) for _ in range(ranks))
+    return of_ranks, [
+        [sum((next(parts) for _ in range(fleet.width)), ()) for _ in range(fleet.number)] for fleet in fleets
+    ]
 
 
 def on_host(plan: ServerPlan, visible: Sequence[str]) -> ServerPlan:
@@ -44,5 +107,19 @@ def on_host(plan: ServerPlan, visible: Sequence[str]) -> ServerPlan:
 
     Args:
         visible: CUDA_VISIBLE_DEVICES of the machine's ranks, which Slurm sets where jobs share a machine; empty: all.
+            ``deepspeed --num_gpus n`` shows ranks the first n of a machine that the job has for itself: the GPUs of
+            disjoint engines, which come after those, have their own numbers there.
+
+    Raises:
+        ConfigError: the job was given too few.
     """
-    return replace(plan, gpus=tuple(visible[gpu] for gpu in plan.gpus)) if visible else plan
+    if not visible:
+        return plan
+    first_ones = list(visible) == [str(gpu) for gpu in range(len(visible))]
+    if not first_ones and (missing := [gpu for gpu in plan.gpus if gpu >= len(visible)]):
+        reason = f"{plan.name} has GPU {missing[0]} of the machine, counted from 0"
+        servers = "num_engines x tensor_model_parallel_size GPUs (of rollout and of reward_model.rollout)"
+        fix = f"ask for n_gpus_per_node + {servers}, or trainer.placement=colocated"
+        shown = f"CUDA_VISIBLE_DEVICES={','.join(visible)}"
+        raise ConfigError([Problem("trainer.placement", "disjoint", f"{reason}, and {shown}", fix)])
+    return replace(plan, gpus=tuple(visible[gpu] if gpu < len(visible) else str(gpu) for gpu in plan.gpus))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 TERM_S = 3.0  # from SIGTERM to SIGKILL
+REQUESTS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}  # to end
 LIMIT_S = 15.0  # what SIGKILL cannot end by then is given up
 LAUNCHERS = {"deepspeed", "deepspeed.launcher.launch", "torchrun", "torch.distributed.run"}
 
@@ -30,9 +31,27 @@ def is_alive(pid: int, started: str) -> bool:
 
 
 def exit_status(pid: int) -> int | None:
-    """Exit code of a dead process, or minus its signal; None where its parent has collected it already."""
+    """Exit code of a dead process, or minus its signal; None where its parent has collected it already.
+
+    A busy process may be killed before it has seen an earlier request to end: then that request counts.
+    """
     fields = stat(pid)
-    return os.waitstatus_to_exitcode(int(fields[49])) if fields and fields[0] == "Z" else None
+    if not fields or fields[0] != "Z":
+        return None
+    status = os.waitstatus_to_exitcode(int(fields[49]))
+    asked = REQUESTS.intersection(pending_signals(pid)) if status == -signal.SIGKILL else ()
+    return -min(asked) if asked else status
+
+
+def pending_signals(pid: int) -> set[int]:
+    """Sent to a process and not delivered yet; a dead one keeps them until its parent collects it."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return set()
+    (line,) = (line for line in lines if line.startswith("ShdPnd"))
+    bits = int(line.split()[1], 16)
+    return {number for number in signal.valid_signals() if bits >> (number - 1) & 1}
 
 
 def find_launchers(pid: int) -> Iterator[int]:
@@ -60,6 +79,12 @@ def _belongs(pid: int, mark: str, pipes: set[str]) -> bool:
         return any(os.readlink(entry) in pipes for entry in os.scandir(f"/proc/{pid}/fd"))
     except OSError:  # another user's, or gone meanwhile
         return False
+
+
+def alive_in_group(group: int) -> set[int]:
+    """Processes of a process group that have not ended yet."""
+    pids = map(int, filter(str.isdigit, os.listdir("/proc")))
+    return {pid for pid in pids if (fields := stat(pid)) and fields[2] == str(group) and fields[0] not in "ZX"}
 
 
 def end(remaining: Callable[[], set[int]]) -> tuple[set[int], set[int]]:

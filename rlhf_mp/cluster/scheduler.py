@@ -1,13 +1,17 @@
 """Decides what is sampled when, and who trains on it. Plain asyncio: no Ray here, so tests need no cluster."""
 
 import asyncio
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from rlhf_mp.algorithms.contract import checked_estimator
-from rlhf_mp.cluster.groups import Group, filled, numbered, require_numbers, shaped, step_metrics
+from rlhf_mp.cluster.groups import Group, filled, numbered, require_numbers, shaped, step_metrics, worth_of
+from rlhf_mp.cluster.queue_clock import QueueClock
+from rlhf_mp.cluster.staleness import staleness_metrics
 from rlhf_mp.config.schema import RunConfig
+from rlhf_mp.data.feed import PromptFeed
 from rlhf_mp.data.order import Order
 from rlhf_mp.data.partition import Cut, Cuts, plan_step
 from rlhf_mp.data.prompts import Prompt
@@ -85,8 +89,6 @@ def shares_of(config: RunConfig, trajectories: Sequence[Trajectory]) -> list[Sha
 class RolloutScheduler:
     """Samples step s once a weight version >= s - max_staleness is live (R1); hands each rank its share."""
 
-    max_staleness = 0  # colocated engines share the trainers' GPUs, so nothing can be sampled ahead
-
     def __init__(
         self,
         config: RunConfig,
@@ -103,14 +105,17 @@ class RolloutScheduler:
             validation: the prompts of each validation file, by its name.
         """
         self.config, self.sampler, self.reward = config, sampler, reward
-        self.train, self.order, self.validation, self.stop_token_ids = train, order, validation, stop_token_ids
+        self.train, self.validation, self.stop_token_ids = train, validation, stop_token_ids
+        self.feed, self.clock = PromptFeed(order, config.actor_rollout_ref.rollout.max_staleness), QueueClock()
         self.needs_baselines = checked_estimator(config)[1].greedy_baseline
+        self.max_staleness = config.actor_rollout_ref.rollout.max_staleness
+        self.num_steps = config.trainer.total_training_steps or config.trainer.total_epochs * order.batches_per_epoch
         self.version = -1  # nothing published yet
         self._published = asyncio.Condition()
         self._steps: dict[int, asyncio.Task[list[Share]]] = {}
         self._filling = asyncio.Lock()
         self._epochs: dict[int, int] = {}  # of the prompts of each step
-        self._cursors: dict[int, dict[str, Any]] = {}  # where the data stood after each step
+        self._aborted: dict[int, int] = {}  # groups of each step that were not among the first to end
 
     async def publish(self, version: int) -> None:
         """Rank 0 says that ``version`` is loaded in every engine."""
@@ -120,12 +125,26 @@ class RolloutScheduler:
 
     async def fetch(self, step: int, dp_rank: int) -> Share:
         """One data-parallel rank's share of ``step``; waits for it. An engine's failure raises here, on every rank."""
-        for ahead in range(step, step + self.max_staleness + 1):
+        for ahead in range(step, max(step + 1, min(step + self.max_staleness + 1, self.num_steps))):
             if ahead not in self._steps:
                 self._steps[ahead] = asyncio.create_task(self._sample(ahead))
+        return await self._share(step, dp_rank)
+
+    async def sample(self, step: int, prompts: Sequence[Prompt], dp_rank: int) -> Share:
+        """``fetch`` for a step whose prompts are given; every rank gives the same. The data stays where it is."""
+        if step not in self._steps:
+            self._steps[step] = asyncio.create_task(self._sample(step, prompts))
+        return await self._share(step, dp_rank)
+
+    async def _share(self, step: int, dp_rank: int) -> Share:
+        self.clock.asked(step)
         self._steps.pop(step - 1, None)  # no rank can be a whole step behind: every step has collectives
-        self._cursors.pop(step - 2, None)
-        return (await asyncio.shield(self._steps[step]))[dp_rank]
+        self.feed.forget(step - 1)
+        share = (await asyncio.shield(self._steps[step]))[dp_rank]
+        if dp_rank != 0:
+            return share
+        ready = sum(task.done() for ahead, task in self._steps.items() if ahead > step)
+        return replace(share, metrics=share.metrics | self.clock.served(step, ready=ready))
 
     async def evaluate(self) -> Evaluation:
         """Sample the validation prompts from the live weights."""
@@ -150,30 +169,49 @@ class RolloutScheduler:
         return Evaluation(validation_metrics(judged) | self.reward.settle(), samples)
 
     def _judged(self, response: Trajectory) -> Judged:
-        return Judged(response.reward, len(response.response_ids), vote(self.sampler.text(response.response_ids)))
+        said = vote(self.sampler.text(response.response_ids))
+        return Judged(response.reward, len(response.response_ids), said, response.rm_score)
 
     def state_dict(self, step: int) -> dict[str, Any]:
         """Where the data stands once ``step`` steps are done, whatever has been sampled ahead since."""
-        return self._cursors[step - 1]
+        return self.feed.state_dict(step)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.order.load_state_dict(state)
+        """What has been sampled since, or for another run, is forgotten."""
+        for task in self._steps.values():
+            task.cancel()
+        for remembered in (self._steps, self._epochs, self._aborted):
+            remembered.clear()
+        self.clock = QueueClock()
+        self.feed.load_state_dict(state)
 
-    async def _sample(self, step: int) -> list[Share]:
+    async def _sample(self, step: int, given: Sequence[Prompt] | None = None) -> list[Share]:
         async with self._published:
-            await self._published.wait_for(lambda: self.version >= step - self.max_staleness)
+            await self._published.wait_for(lambda: self.version >= max(0, step - self.max_staleness))
+        with self.clock.sampling():
+            return await self._sample_now(step, given)
+
+    async def _sample_now(self, step: int, given: Sequence[Prompt] | None) -> list[Share]:
         filter_groups = self.config.algorithm.filter_groups
-        if filter_groups.enable:
+        if given is not None:
+            self.feed.draw(step, 0)  # the data stays where it is
+            chosen, metrics = [*(await self._answered(given, step, 0, len(given))).values()], {}
+        elif filter_groups.enable:
             async with self._filling:  # a step draws its last prompt before the next one draws its first
                 chosen, metrics = await filled(
                     lambda number: self._draw(step, number),
                     self.config.data.train_batch_size,
                     filter_groups.max_num_gen_batches,
+                    worth_of(self.config.reward_model),
                 )
         else:
             chosen, metrics = await self._draw(step, 0), {}
         groups = numbered(chosen)
-        metrics |= step_metrics(groups, step) | {"rollout/epoch": (self._epochs.pop(step), 1)} | self.reward.settle()
+        metrics |= staleness_metrics([t for group in groups for t in group], step)
+        metrics |= step_metrics(groups, step) | self.reward.settle() | self.sampler.metrics()
+        if given is None:
+            metrics["rollout/epoch"] = (self._epochs.pop(step), 1)
+            metrics["rollout/aborted_groups"] = (self._aborted.pop(step), 1)
         trajectories = [t for group in groups for t in group]
         if self.config.actor_rollout_ref.rollout.multi_turn.enable:
             metrics |= episode_metrics(trajectories)
@@ -186,10 +224,17 @@ class RolloutScheduler:
 
     async def _draw(self, step: int, number: int) -> list[Group]:
         """Sample the next batch of prompts, the so-manieth of this step."""
+        size, extra = self.config.data.train_batch_size, self.config.actor_rollout_ref.rollout.over_sample_rate
+        asked = self.feed.draw(step, math.ceil(size * (1 + extra)))
+        self._epochs[step] = asked[0].epoch
+        answered = await self._answered([self.train[one.index] for one in asked], step, number, size)
+        self.feed.settle(step, asked, answered.keys())
+        self._aborted[step] = self._aborted.get(step, 0) + len(asked) - len(answered)
+        return list(answered.values())
+
+    async def _answered(self, prompts: Sequence[Prompt], step: int, number: int, num: int) -> dict[int, Group]:
+        """Responses to the ``num`` of the so-manieth prompts of this step that are complete first, by position."""
         rollout, seed = self.config.actor_rollout_ref.rollout, self.config.trainer.seed
-        self._epochs[step], indices = self.order.next()
-        self._cursors[step] = self.order.state_dict()
-        prompts = [self.train[i] for i in indices]
 
         def seed_of(group: int, response: int) -> int | None:
             place = number * len(prompts) + group
@@ -198,25 +243,22 @@ class RolloutScheduler:
         seeds = [[seed_of(group, i) for i in range(rollout.n)] for group in range(len(prompts))]
         params = training_params(self.config, self.stop_token_ids)
         groups, baselines = await asyncio.gather(
-            self.sampler.groups(prompts, params, seeds), self._baselines(prompts, params)
+            self.sampler.first_groups(prompts, params, seeds, num), self._baselines(prompts, params)
         )
-        drawn = [
-            Group(prompt, [replace(t, baseline=baseline) for t in group])
-            for prompt, group, baseline in zip(prompts, groups, baselines, strict=True)
-        ]
-        require_numbers(drawn, self.sampler.text)
-        return drawn
+        answered = {i: Group(prompts[i], [replace(t, **baselines[i]) for t in group]) for i, group in groups.items()}
+        require_numbers([*answered.values()], self.sampler.text)
+        return answered
 
-    async def _baselines(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[float | None]:
-        """Rewards of the greedy responses, where the estimator compares with them."""
+    async def _baselines(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[dict[str, float]]:
+        """What trajectories say of the greedy responses, where the estimator compares with them."""
         if not self.needs_baselines:
-            return [None] * len(prompts)
+            return [{} for _ in prompts]
         greedy = replace(params, temperature=0.0, top_p=1.0, top_k=-1)
         found = [t for (t,) in await self.sampler.groups(prompts, greedy, [[0]] * len(prompts))]
         buffer = self.config.reward.overlong_buffer
         if buffer.enable:
             found = [shaped(t, self.config.data.max_response_length, buffer) for t in found]
-        return [t.reward for t in found]
+        return [{"baseline": t.reward, "baseline_rm_score": t.rm_score} for t in found]
 
     def _shares(self, prompts: Sequence[Prompt], trajectories: list[Trajectory], metrics: Sums) -> list[Share]:
         shares = shares_of(self.config, trajectories)

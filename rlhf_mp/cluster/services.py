@@ -13,15 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_mp.cluster import bootstrap
-from rlhf_mp.cluster.actors import DataFacts, EngineHost, SchedulerActor
+from rlhf_mp.cluster.actors import DataFacts, SchedulerActor
 from rlhf_mp.cluster.client import RolloutClient
+from rlhf_mp.cluster.engine_host import EngineHost, engine_log
+from rlhf_mp.cluster.engine_pool import News
 from rlhf_mp.cluster.launcher import RankInfo
 from rlhf_mp.cluster.placement import Placement, on_host
 from rlhf_mp.cluster.ranks import Ranks
 from rlhf_mp.config.schema import RunConfig
-from rlhf_mp.rollout.sglang_server import Address
+from rlhf_mp.rollout.sglang_server import Address, Kind
 
 WATCH_S = 0.5  # how long a stop may have to wait for the watching thread
+SCHEDULER = "the rollout scheduler"
 
 OnEnd = Callable[[str, str, Path], None]
 """(what ended, how, its log): called from a thread of its own."""
@@ -51,17 +54,17 @@ class Services:
     def __init__(self, config: RunConfig, placement: Placement, ranks: Ranks, here: Here, logs: Path, on_end: OnEnd):
         """Collective. Engines are starting when it returns; ``addresses`` waits for them."""
         self.ranks = ranks
-        self._engine_hosts: list[Any] = []
+        self._owners: dict[Kind, dict[str, Any]] = {}  # actors, by the names of their servers
         self._node: Any = None  # Ray on this host, where it is a process of its own
         self._stopping = threading.Event()
         self.started = time.monotonic()
-        logs = logs.absolute()
+        self._logs = logs = logs.absolute()
         self._join_ray(here, logs)
         visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
         nodes = ranks.gather((bootstrap.node_id(), here.address, visible))
         self.hosts = [Host(*node) for node in nodes[:: config.trainer.n_gpus_per_node]]
         if ranks.rank == 0:
-            self._create(config, placement, logs, on_end)
+            self._create(config, placement, on_end)
         ranks.barrier()  # the scheduler has its name
         self.client = RolloutClient(bootstrap.find_actor(bootstrap.SCHEDULER), ranks.rank)
 
@@ -81,45 +84,62 @@ class Services:
             self._node = bootstrap.start_node(address, here.tmp, here.address, logs / f"ray_{here.address}.log")
         bootstrap.join_ray(address, visible)
 
-    def _create(self, config: RunConfig, placement: Placement, logs: Path, on_end: OnEnd) -> None:
-        log_files = {"the rollout scheduler": logs / "scheduler.log"}
+    def _create(self, config: RunConfig, placement: Placement, on_end: OnEnd) -> None:
+        scheduler_log = self._logs / "scheduler.log"
         scheduler = bootstrap.create_actor(
-            SchedulerActor, config, log_files["the rollout scheduler"],
+            SchedulerActor, config, scheduler_log,
             name=bootstrap.SCHEDULER, max_concurrency=1000, node=self.hosts[0].node_id,
         )  # fmt: skip
-        watched = {"the rollout scheduler": scheduler.ended.remote()}
-        for plan in placement.servers:
-            name = f"SGLang engine {plan.index}"
-            log_files[name] = logs / f"engine_{plan.index}.log"
+        self._watched = {SCHEDULER: scheduler.news.remote()}
+        log_files = {SCHEDULER: scheduler_log}
+        for plan in (*placement.servers, *placement.reward_servers):
             host = self.hosts[plan.node]
-            engine = bootstrap.create_actor(
-                EngineHost, on_host(plan, host.visible_gpus), config, log_files[name], host.address,
-                name=f"engine_{plan.index}", max_concurrency=8, node=host.node_id,
+            owner = bootstrap.create_actor(
+                EngineHost, on_host(plan, host.visible_gpus), config, self._logs, host.address,
+                name=f"{plan.kind}_{plan.index}", max_concurrency=8, node=host.node_id,
             )  # fmt: skip
-            watched[name] = engine.ended.remote()
-            self._engine_hosts.append(engine)
+            self._owners.setdefault(plan.kind, {})[plan.name] = owner
+            self._watched[plan.name] = owner.ended.remote()
+            log_files[plan.name] = engine_log(self._logs, plan.index, 0, plan.kind)
 
         def watch() -> None:
             while not self._stopping.is_set():
-                if end := bootstrap.first_end(watched, WATCH_S):
-                    name, how = end
-                    on_end(name, how, log_files[name])
+                end = bootstrap.first_end(dict(self._watched), WATCH_S)
+                if end is None:
+                    continue
+                name, said = end
+                if not isinstance(said, News):  # how it died
+                    on_end(name, said, log_files[name])
                     return
+                if said.fatal:
+                    on_end(said.name, said.text, engine_log(self._logs, said.index, said.start, said.kind))
+                    return
+                self._watched[SCHEDULER] = scheduler.news.remote()
+                self._tell(said)
 
         self._watch = threading.Thread(target=watch, name="services watch", daemon=True)
         self._watch.start()
+
+    def _tell(self, news: News) -> None:
+        print(f"{news.name}: {news.text}", flush=True)
+        if news.restarting:
+            starts = (news.start, news.start + 1)
+            before, after = (engine_log(self._logs, news.index, start, news.kind) for start in starts)
+            print(f"    what it wrote before: {before}\n    what it writes now: {after}", flush=True)
 
     def facts(self) -> DataFacts:
         """Collective. What the scheduler found in the data files."""
         return self.ranks.broadcast(self.client.facts() if self.ranks.rank == 0 else None)
 
     def addresses(self) -> list[Address]:
-        """Collective. Where the engines answer, once they all do; the scheduler knows it from then on."""
-        found = None
-        if self.ranks.rank == 0:
-            found = [bootstrap.result(call) for call in [host.ready.remote() for host in self._engine_hosts]]
-            bootstrap.result(self.client.actor.connect.remote(found))
-        return self.ranks.broadcast(found)
+        """Collective. Where the engines answer, once all servers do; the scheduler knows them from then on."""
+        found = {}
+        for kind, owners in self._owners.items():  # of rank 0; the others have none
+            found[kind] = [bootstrap.result(call) for call in [owner.ready.remote() for owner in owners.values()]]
+            bootstrap.result(self.client.actor.connect.remote(kind, [*owners.values()], found[kind]))
+            for name in owners:  # from here on the scheduler's pool sees to their ends
+                del self._watched[name]
+        return self.ranks.broadcast(found.get("engine"))
 
     def stop(self) -> None:
         """Collective. End everything; ranks leave before the cluster goes."""

@@ -14,13 +14,14 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlhf_mp.cluster.alert import send_alert
 from rlhf_mp.cluster.first_failure import FIRST_FAILURE, claim, claimed_meanwhile, failure_text, wait_until
-from rlhf_mp.cluster.processes import TERM_S, belonging_to, end, exit_status, is_alive
+from rlhf_mp.cluster.processes import REQUESTS, TERM_S, belonging_to, end, exit_status, is_alive
 from rlhf_mp.cluster.shared_memory import remove_files, untidy_files
 
 PATIENCE_S = 3.0  # other ranks may end by themselves or by their launcher
 CRASHES = {-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL, -signal.SIGFPE}  # follow from nothing else
-INTERRUPTS = {-signal.SIGINT, -signal.SIGTERM, -signal.SIGHUP}
+INTERRUPTS = {-request for request in REQUESTS}
 LOOK_EVERY_S = 5.0  # for shared memory
 FAILED_ELSEWHERE_S = 5.0  # ranks of other hosts mostly end by themselves or by their launcher
 
@@ -42,6 +43,7 @@ class Watched:
     farewell_fd: int
     output_fd: int
     launcher_fds: list[int]  # pidfds
+    alert: str | None  # a command, see alert.py
 
 
 @dataclass(frozen=True)
@@ -168,6 +170,8 @@ class Watch:
         if claim(self.run_dir, what, self.rank.pid, message):
             log = None if what == "interrupted" else Path(self.rank.log)
             write(1, failure_text(what, message, log).encode())
+            if what != "interrupted":
+                send_alert(self.rank.alert, what, message, self.run_dir)
 
     def clean_up(self, failed: bool) -> None:
         """End the job on this host, unless this rank ended well and is not the last one."""

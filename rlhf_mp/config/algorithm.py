@@ -72,10 +72,10 @@ class KlControlConfig:
 class RolloutCorrectionConfig:
     """Weighs the policy loss by how far the engine that sampled is from the trainer."""
 
-    method: Literal["none", "tis", "mis", "icepop"] = knob(
-        "none",
+    method: Literal["none", "tis", "mis", "icepop"] | None = knob(
+        None,
         "by the ratio trainer / engine: tis cuts it at threshold, mis drops what is above, icepop what is outside "
-        "[threshold_low, threshold]; none: only logged",
+        "[threshold_low, threshold]; none: only logged; unset: tis with rollout.max_staleness > 0, else none",
     )
     level: Literal["token", "sequence"] = knob("token", "the ratio is of a token, or of a whole response")
     threshold: float = knob(2.0, "largest ratio", gt=1)

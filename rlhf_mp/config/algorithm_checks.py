@@ -5,6 +5,7 @@ from functools import reduce
 from typing import Any
 
 from rlhf_mp.config.algorithm import CLIP, ESTIMATORS, POLICY_LOSSES, SEQUENCE_LEVEL, Needs, needs_of
+from rlhf_mp.config.derive import default_correction
 from rlhf_mp.config.schema import RunConfig
 from rlhf_mp.errors import Problem
 
@@ -20,7 +21,7 @@ def written_problems(config: RunConfig) -> Iterator[Problem]:
         yield from _unread(config, "algorithm", readers, algorithm.adv_estimator, "adv_estimator")
     if actor.policy_loss in POLICY_LOSSES:
         yield from _unread(config, ACTOR, POLICY_LOSSES, actor.policy_loss, "policy_loss")
-    kl, method = algorithm.use_kl_in_reward, algorithm.rollout_correction.method
+    kl, method = algorithm.use_kl_in_reward, algorithm.rollout_correction.method or default_correction(config)
     adaptive = algorithm.kl_ctrl.type == "adaptive"
     conditions = (
         ("algorithm.kl_penalty", kl, "algorithm.use_kl_in_reward=true"),
@@ -129,6 +130,7 @@ def _correction_problems(config: RunConfig) -> Iterator[Problem]:
     rollout, method = config.actor_rollout_ref.rollout, config.algorithm.rollout_correction.method
     if method == "none":
         return
+    without = f"{ROLLOUT}.max_staleness=0" if rollout.max_staleness > 0 else f"{CORRECTION}.method=none"
     for name, value, whole in (("top_p", rollout.top_p, 1.0), ("top_k", rollout.top_k, -1)):
         if value != whole:
             yield Problem(
@@ -136,7 +138,7 @@ def _correction_problems(config: RunConfig) -> Iterator[Problem]:
                 method,
                 f"with {ROLLOUT}.{name} = {value} tokens are drawn from a cut distribution, of which neither the "
                 "engine's nor the trainer's log-probs are",
-                f"{ROLLOUT}.{name}={whole:g}, or {CORRECTION}.method=none",
+                f"{ROLLOUT}.{name}={whole:g}, or {without}",
             )
 
 

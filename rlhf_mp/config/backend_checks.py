@@ -5,8 +5,10 @@ from collections.abc import Set as AbstractSet
 from dataclasses import asdict, replace
 
 from rlhf_mp.config import megatron_checks
+from rlhf_mp.config.attention_checks import attention_problems
 from rlhf_mp.config.derive import has_critic
-from rlhf_mp.config.memory_checks import memory_problems
+from rlhf_mp.config.memory_checks import allocator_problems, memory_problems
+from rlhf_mp.config.optimizer_checks import optimizer_problems
 from rlhf_mp.config.schema import DeepSpeedConfig, MegatronConfig, OffloadConfig, RunConfig, TrainedModel
 from rlhf_mp.errors import Problem
 
@@ -60,8 +62,10 @@ def backend_problems(config: RunConfig) -> Iterator[Problem]:
             yield from megatron_checks.megatron_problems(trained, config.trainer)
         else:
             yield from _zero_problems(trained)
-        yield from _optimizer_problems(trained)
+        yield from optimizer_problems(trained)
         yield from _offload_problems(f"{trained.key}.fsdp_config", updates.fsdp_config, trained)
+    yield from attention_problems(config)
+    yield from allocator_problems(config.trainer)
     actor, reference = config.trained[0], config.actor_rollout_ref.ref
     yield from _offload_problems("actor_rollout_ref.ref.fsdp_config", reference.fsdp_config, actor)
     if {trained.updates.strategy for trained in config.trained} == {"megatron"}:
@@ -93,20 +97,6 @@ def _zero_problems(trained: TrainedModel) -> Iterator[Problem]:
             True,
             "ZeRO-0 keeps the whole optimizer on every rank's device",
             f"{trained.key}.deepspeed.zero_stage=2",
-        )
-
-
-def _optimizer_problems(trained: TrainedModel) -> Iterator[Problem]:
-    optim, key = trained.updates.optim, f"{trained.key}.optim"
-    if len(optim.betas) != 2 or max(optim.betas) >= 1:
-        reason = "AdamW has two decay rates, each from 0 to below 1"
-        yield Problem(f"{key}.betas", optim.betas, reason, f"{key}.betas=[0.9,0.999]")
-    if optim.lr_scheduler_type == "constant" and optim.min_lr_ratio > 0:
-        yield Problem(
-            f"{key}.min_lr_ratio",
-            optim.min_lr_ratio,
-            f"no effect with {key}.lr_scheduler_type=constant",
-            f"{key}.lr_scheduler_type=cosine, or {key}.min_lr_ratio=0",
         )
 
 

@@ -50,11 +50,21 @@ def checkpoint_problems(config: RunConfig) -> Iterator[Problem]:
 def trained_facts(config: RunConfig) -> dict[str, Any]:
     """What a checkpoint of this run can be continued with: the task, each model's backend, the critic's shapes.
 
+    With LoRA a checkpoint holds the adapter alone: its shape is part of this, and the base that it belongs to.
+
     Raises:
         OSError, ValueError: the critic's config.json cannot be read.
     """
     facts: dict[str, Any] = {f"{trained.key}.strategy": trained.updates.strategy for trained in config.trained}
+    for trained in config.trained:
+        if trained.updates.optim.optimizer != "adamw":  # what was AdamW's has no name in older checkpoints
+            facts[f"{trained.key}.optim.optimizer"] = trained.updates.optim.optimizer
     facts["trainer.task"] = config.trainer.task
     if config.critic.enable:
         facts["critic.model"] = checkpoint.model_identity(Path(config.critic.model.path))
+    for trained in config.trained:
+        if trained.model.lora_rank:
+            names = ("lora_rank", "lora_alpha", "target_modules", "quantization")
+            facts |= {f"{trained.model_key}.{name}": getattr(trained.model, name) for name in names}
+            facts[f"the weights at {trained.model_key}.path"] = checkpoint.weights_mark(Path(trained.model.path))
     return facts

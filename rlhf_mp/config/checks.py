@@ -4,7 +4,16 @@ from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 from importlib.util import find_spec
 
-from rlhf_mp.config import algorithm_checks, backend_checks, critic_checks, data_checks, task_checks
+from rlhf_mp.config import (
+    algorithm_checks,
+    async_checks,
+    backend_checks,
+    critic_checks,
+    data_checks,
+    lora_checks,
+    reward_model_checks,
+    task_checks,
+)
 from rlhf_mp.config.multi_turn_checks import multi_turn_problems
 from rlhf_mp.config.reward_checks import reward_problems, written_reward_problems
 from rlhf_mp.config.schema import ActorConfig, RunConfig
@@ -26,7 +35,9 @@ def written_problems(config: RunConfig, given: AbstractSet[str]) -> Iterator[Pro
     yield from backend_checks.written_problems(config, given)
     yield from data_checks.written_problems(config)
     yield from task_checks.written_problems(config, given)
+    yield from reward_model_checks.written_problems(config, given)
     yield from written_reward_problems(config.reward)
+    yield from lora_checks.written_problems(config)
     trainer = config.trainer
     if config.data.system_prompt and not config.data.apply_chat_template:
         yield Problem(
@@ -61,7 +72,8 @@ def cross_problems(config: RunConfig) -> Iterator[Problem]:
         yield from _batch_problems(config)
         yield from _engine_problems(config)
         yield from algorithm_checks.algorithm_problems(config)
-        yield from task_checks.reward_model_problems(config)
+        yield from async_checks.async_problems(config)
+        yield from reward_model_checks.reward_model_problems(config)
     else:
         yield from task_checks.without_rl_problems(config)
     yield from _length_problems(config)
@@ -72,6 +84,7 @@ def cross_problems(config: RunConfig) -> Iterator[Problem]:
     yield from data_checks.data_problems(config)
     yield from reward_problems(config)
     yield from multi_turn_problems(config)
+    yield from lora_checks.lora_problems(config)
 
 
 def _batch_problems(config: RunConfig) -> Iterator[Problem]:
@@ -146,14 +159,15 @@ def _actor_problems(config: RunConfig) -> Iterator[Problem]:
 def _engine_problems(config: RunConfig) -> Iterator[Problem]:
     rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
     tp, engines = rollout.tensor_model_parallel_size, rollout.num_engines
-    if trainer.n_gpus_per_node % tp:
+    colocated = trainer.placement == "colocated"
+    if colocated and trainer.n_gpus_per_node % tp:
         yield Problem(
             f"{ROLLOUT}.tensor_model_parallel_size",
             tp,
             f"does not divide trainer.n_gpus_per_node = {trainer.n_gpus_per_node}, so an engine would span machines",
             f"{ROLLOUT}.tensor_model_parallel_size={_largest_divisor(trainer.n_gpus_per_node, tp)}",
         )
-    elif trainer.device != "cpu" and trainer.num_ranks % (tp * engines):
+    elif colocated and trainer.device != "cpu" and trainer.num_ranks % (tp * engines):
         yield Problem(
             f"{ROLLOUT}.num_engines",
             engines,

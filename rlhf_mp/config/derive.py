@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 from rlhf_mp.config.algorithm import needs_of
 from rlhf_mp.config.schema import ActorConfig, MegatronConfig, RolloutConfig, RunConfig, TrainedConfig
@@ -15,9 +16,12 @@ def derive(config: RunConfig) -> None:
     _derive_actor(policy.actor)
     _derive_critic(config)
     _derive_rollout(policy.rollout, config)
-    sync = policy.weight_sync
+    correction, sync = config.algorithm.rollout_correction, policy.weight_sync
+    if correction.method is None:
+        correction.method = default_correction(config)
     if sync.transport is None:
-        sync.transport = "tensor" if trainer.nnodes == 1 else "distributed"
+        shared = trainer.nnodes == 1 and (trainer.placement == "colocated" or trainer.device == "cpu")
+        sync.transport = "tensor" if shared else "distributed"
     if sync.canary_tolerance is None:
         exact = policy.model.dtype == policy.rollout.dtype == "float32"
         sync.canary_tolerance = 1e-4 if exact else 0.05
@@ -25,6 +29,11 @@ def derive(config: RunConfig) -> None:
         trainer.default_local_dir = str(Path("runs") / trainer.project_name / trainer.experiment_name)
     if config.data.cache_dir is None:
         config.data.cache_dir = str(Path(trainer.default_local_dir) / "prompts")
+
+
+def default_correction(config: RunConfig) -> Literal["none", "tis"]:
+    """Samples of older weights are weighed; those of the live weights differ from the trainer's by rounding alone."""
+    return "tis" if config.actor_rollout_ref.rollout.max_staleness > 0 else "none"
 
 
 def _derive_actor(actor: ActorConfig) -> None:
@@ -66,6 +75,9 @@ def _derive_critic(config: RunConfig) -> None:
         for name in names:
             if getattr(own, name) is None:
                 setattr(own, name, getattr(others, name))
+    if critic.model.attn_implementation is None:  # Megatron has attention of its own
+        own = policy.model.attn_implementation
+        critic.model.attn_implementation = "auto" if critic.strategy == "megatron" else own
     if critic.forward_max_token_len_per_gpu is None:
         critic.forward_max_token_len_per_gpu = critic.ppo_max_token_len_per_gpu
     if critic.forward_micro_batch_size_per_gpu is None:

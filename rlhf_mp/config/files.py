@@ -4,10 +4,12 @@ from collections.abc import Iterator
 
 from rlhf_mp.config.checkpoint_folder import checkpoint_problems
 from rlhf_mp.config.data_files import data_problems
+from rlhf_mp.config.lora_checks import target_problems
 from rlhf_mp.config.model_folder import critic_problems, model_problems
 from rlhf_mp.config.reward_model_folder import reward_model_problems
 from rlhf_mp.config.schema import RunConfig
 from rlhf_mp.errors import Problem
+from rlhf_mp.host_allocator import allocator_problems
 
 
 def file_problems(config: RunConfig, world_size: int | None) -> Iterator[Problem]:
@@ -19,8 +21,10 @@ def file_problems(config: RunConfig, world_size: int | None) -> Iterator[Problem
     yield from model_problems(config)
     yield from critic_problems(config)
     yield from reward_model_problems(config)
+    yield from target_problems(config)
     yield from data_problems(config)
     yield from checkpoint_problems(config)
+    yield from allocator_problems(config)
     if world_size is not None and world_size != config.trainer.num_ranks:
         yield _wrong_rank_count(config, world_size)
 

@@ -11,6 +11,7 @@ from rlhf_mp.config.schema import RunConfig
 
 ALIASES = {
     "actor_rollout_ref.actor.learning_rate": "actor_rollout_ref.actor.optim.lr",
+    "actor_rollout_ref.model.override_config.attn_implementation": "actor_rollout_ref.model.attn_implementation",
     "actor_rollout_ref.model.fsdp_config": "actor_rollout_ref.actor.fsdp_config",
     "critic.learning_rate": "critic.optim.lr",
     "critic.model.fsdp_config": "critic.fsdp_config",
@@ -20,6 +21,8 @@ ALIASES = {
 FAMILIAR = {
     "clip_epsilon": "actor_rollout_ref.actor.clip_ratio",
     "kl_coef": "actor_rollout_ref.actor.kl_loss_coef",
+    "lora_r": "actor_rollout_ref.model.lora_rank",
+    "lora_target_modules": "actor_rollout_ref.model.target_modules",
     "max_grad_norm": "actor_rollout_ref.actor.grad_clip",
     "model_dtype": "actor_rollout_ref.model.dtype",
     "model_path": "actor_rollout_ref.model.path",
@@ -34,6 +37,8 @@ ABSENT = {
     "critic.use_dynamic_bsz": ("micro-batches are cut as the actor's are", "actor_rollout_ref.actor.use_dynamic_bsz"),
     "actor_rollout_ref.rollout.free_cache_engine": ("engines free their KV cache whenever training runs", "remove it"),
     "actor_rollout_ref.rollout.mode": ("engines are always servers", "remove it"),
+    "use_4bit": ("the frozen base of LoRA can be held in 4 bits", "actor_rollout_ref.model.quantization=nf4"),
+    "use_lora": ("LoRA is on where its rank is above 0", "actor_rollout_ref.model.lora_rank=16"),
     "actor_rollout_ref.rollout.load_format": ("engines start from actor_rollout_ref.model.path", "remove it"),
 }
 """Keys (or sections) of configs people bring along that have nothing to act on here: (why, what to do instead)."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from rlhf_mp.config.schema import ModelConfig, TrainedModel
+from rlhf_mp.config.schema import ModelConfig, TrainedModel, TrainerConfig
 from rlhf_mp.errors import Problem
 
 
@@ -11,6 +11,15 @@ def memory_problems(trained: TrainedModel) -> Iterator[Problem]:
     yield from _activation_problems(trained)
     if trained.updates.strategy == "deepspeed":
         yield from _disk_problems(trained)
+
+
+def allocator_problems(trainer: TrainerConfig) -> Iterator[Problem]:
+    """What is asked of CUDA's allocator where there is none. With trainer.device=auto a GPU may be elsewhere."""
+    untouched = TrainerConfig()
+    for name in ("empty_cache_every_n_steps", "per_process_memory_fraction", "memory_snapshot_on_oom"):
+        value = getattr(trainer, name)
+        if trainer.device == "cpu" and value != getattr(untouched, name):
+            yield Problem(f"trainer.{name}", value, "no effect with trainer.device=cpu", "remove it")
 
 
 def _disk_problems(trained: TrainedModel) -> Iterator[Problem]:
@@ -48,6 +57,8 @@ def _activation_problems(trained: TrainedModel) -> Iterator[Problem]:
             f"no effect with {trained.key}.strategy=megatron",
             f"{key}.checkpoint_every_n_layers=1, or {trained.key}.megatron.recompute=selective",
         )
+    if model.recompute != "full":
+        yield from _selective_problems(trained)
     if layers != ModelConfig().activation_offload_layers and not model.enable_activation_offload:
         yield Problem(
             f"{key}.activation_offload_layers",
@@ -55,3 +66,20 @@ def _activation_problems(trained: TrainedModel) -> Iterator[Problem]:
             f"no effect with {key}.enable_activation_offload=false",
             f"{key}.enable_activation_offload=true",
         )
+
+
+def _selective_problems(trained: TrainedModel) -> Iterator[Problem]:
+    model, key = trained.model, trained.model_key
+
+    def problem(reason: str, fix: str) -> Problem:
+        return Problem(f"{key}.recompute", model.recompute, reason, fix)
+
+    if not model.enable_gradient_checkpointing:
+        on = f"{key}.enable_gradient_checkpointing"
+        yield problem(f"no effect with {on}=false", f"{on}=true")
+    elif trained.updates.strategy == "megatron":
+        fix = f"{key}.recompute=full {trained.key}.megatron.recompute=selective"
+        yield problem(f"no effect with {trained.key}.strategy=megatron", fix)
+    elif model.enable_activation_offload:
+        reason = "what it keeps stays on the device, whatever enable_activation_offload says"
+        yield problem(reason, f"{key}.recompute=full, or {key}.enable_activation_offload=false")

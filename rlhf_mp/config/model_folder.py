@@ -140,17 +140,21 @@ def _shape_problems(path: Path, config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def count_parameters(folder: Path) -> int | None:
-    """Numbers stored in a checkpoint's safetensors files, from their headers; None if it has none.
+def stored_shapes(folder: Path) -> dict[str, list[int]]:
+    """Shapes of the tensors in a checkpoint's safetensors files, by name, from their headers; empty if it has none.
 
     Source: the format starts with the header's length as a little-endian uint64, then that much JSON
     (huggingface.co/docs/safetensors).
     """
-    files = sorted(folder.glob("*.safetensors"))
-    total = 0
-    for file in files:
+    shapes = {}
+    for file in sorted(folder.glob("*.safetensors")):
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
             header = json.loads(stream.read(length))
-        total += sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
-    return total if files else None
+        shapes |= {name: tensor["shape"] for name, tensor in header.items() if name != "__metadata__"}
+    return shapes
+
+
+def count_parameters(folder: Path) -> int | None:
+    """Numbers stored in a checkpoint's safetensors files; None if it has none."""
+    return sum(map(math.prod, stored_shapes(folder).values())) or None

@@ -1,6 +1,7 @@
 """Is a folder a reward model that fits the policy? Reads small JSON files only."""
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,11 @@ from rlhf_mp.errors import Absent, Problem
 
 KEY = "reward_model.model.path"
 TRAIN = "train one: trainer.task=reward_model; its run directory holds it as huggingface/"
+SERVED = {
+    "Gemma2ForSequenceClassification", "LlamaForSequenceClassification",
+    "Qwen2ForSequenceClassification", "Qwen3ForSequenceClassification",
+}  # fmt: skip
+"""Decoders that SGLang has with one output, read off the last token; a test compares with SGLang's own list."""
 VOCABULARIES = ("tokenizer.json", "vocab.json", "tokenizer.model", "vocab.txt")
 
 
@@ -33,6 +39,7 @@ def reward_model_problems(config: RunConfig) -> Iterator[Problem]:
     labels = len(model.get("id2label", {"0": "", "1": ""}))  # transformers writes no labels when there are two
     if "ForSequenceClassification" in kind and labels != 1:
         yield Problem(KEY, own.model.path, f"it tells {labels} classes apart, and a reward is one number", TRAIN)
+    yield from _server_problems(config, model)
     if policy.is_dir() and (differs := _different_vocabulary(folder, policy)):
         yield Problem(
             KEY,
@@ -40,6 +47,22 @@ def reward_model_problems(config: RunConfig) -> Iterator[Problem]:
             f"its {differs} is not that of the policy {policy}: token ids would mean other texts to it",
             "a reward model trained from a model of the policy's family, with the same tokenizer",
         )
+
+
+def _server_problems(config: RunConfig, model: dict[str, Any]) -> Iterator[Problem]:
+    """What keeps SGLang from serving it."""
+    own = config.reward_model
+    if not own.served:
+        return
+    kinds = model.get("architectures") or ["nothing"]
+    if not SERVED.intersection(kinds):
+        reason = f"SGLang gives no score of {', '.join(kinds)}, only of {', '.join(sorted(SERVED))}"
+        fix = "reward_model.strategy=actor: the training ranks score with any of them"
+        yield Problem("reward_model.strategy", own.strategy, reason, fix)
+    width, heads = own.rollout.tensor_model_parallel_size, model.get("num_attention_heads", 0)
+    if heads % width:
+        key, reason = "reward_model.rollout.tensor_model_parallel_size", f"does not divide its {heads} attention heads"
+        yield Problem(key, width, reason, f"{key}={math.gcd(heads, width)}")
 
 
 def _different_vocabulary(one: Path, other: Path) -> str | None:

@@ -39,7 +39,19 @@ class RolloutConfig:
     cudagraph_capture_sizes: list[int] | None = knob(None, "batch sizes to capture; unset: SGLang's own", ge=1)
     engine_args: dict[str, Any] = knob({}, "passed on to sglang.launch_server as they are")
     startup_timeout_s: float = knob(600, "an engine that is not up by then is an error", gt=0)
+    max_staleness: int = knob(
+        0, "step s is sampled once weight version s - max_staleness is live; 0: synchronous (docs/async.md)", ge=0
+    )
+    over_sample_rate: float = knob(
+        0.0,
+        "prompts sampled beyond train_batch_size, as a share of it; the last to end are aborted and come again",
+        ge=0,
+    )
     request_timeout_s: float = knob(3600, "one group of responses may take so long", gt=0)
+    health_check_interval_s: float = knob(10, "between two questions whether an engine is well", gt=0)
+    health_check_timeout_s: float = knob(
+        60, "an engine that does not answer such a question in time hangs: it is killed and restarted", gt=0
+    )
     val_kwargs: ValSamplingConfig = section(ValSamplingConfig)
     multi_turn: MultiTurnConfig = section(MultiTurnConfig)
 
@@ -51,7 +63,7 @@ class WeightSyncConfig:
     transport: Literal["tensor", "distributed", "disk"] | None = knob(
         None,
         "tensor: CUDA IPC or shared memory, same host; distributed: NCCL or gloo; disk: safetensors; "
-        "unset: tensor on one machine, distributed on several",
+        "unset: tensor where an engine shares the trainer's memory, else distributed",
     )
     bucket_mb: int = knob(256, "MB (10^6 bytes) of two buffers: one is filled while the other is sent", ge=1)
     canary_tolerance: float | None = knob(

@@ -26,6 +26,9 @@ class ModelConfig:
     dtype: Literal["float32", "bfloat16"] = knob("bfloat16", "of weights and activations; the optimizer keeps float32")
     enable_gradient_checkpointing: bool = knob(True, "recompute activations in the backward pass")
     checkpoint_every_n_layers: int = knob(1, "recompute every so-many-th layer; 1: all (gradient checkpointing)", ge=1)
+    recompute: Literal["full", "selective"] = knob(
+        "full", "of such a layer; selective keeps what matrix products and attention give (torch, DeepSpeed)"
+    )
     enable_activation_offload: bool = knob(False, "keep saved activations in host memory")
     activation_offload_layers: int = knob(
         1, "layers whose activations move together while the next ones compute; 0: each tensor is waited for", ge=0
@@ -36,17 +39,27 @@ class ModelConfig:
     logits_chunk_mb: int = knob(
         512, "MB (10^6 bytes) of float32 logits that exist at once on a rank; 0: those of a whole micro-batch", ge=0
     )
+    attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = knob(
+        "auto", "auto: flash attention for packed rows where it is installed, else torch's sdpa; eager: plain matrices"
+    )
     trust_remote_code: bool = knob(False, "run code that comes with the checkpoint")
+    lora_rank: int = knob(0, "train low-rank adapters of this rank instead of the model; usual: 8-64; 0: no LoRA", ge=0)
+    lora_alpha: int = knob(16, "adapters count lora_alpha / lora_rank times", ge=1)
+    lora_dropout: float = knob(0.0, "of what goes into an adapter, in training; not in RL", ge=0, le=0.9)
+    quantization: Literal["nf4"] | None = knob(None, "QLoRA: the base's matrices in 4 bits (bitsandbytes); unset: none")
+    target_modules: list[str] = knob(["all-linear"], "linear layers that get an adapter, by last names, or all-linear")
 
 
 @dataclass
 class OptimConfig:
-    """AdamW and its learning rate."""
+    """The optimizer and its learning rate."""
 
+    optimizer: Literal["adamw", "sgd"] = knob("adamw", "sgd remembers half as much per weight, nothing at momentum 0")
     lr: float = knob(1e-6, "peak learning rate", gt=0)
     betas: list[float] = knob([0.9, 0.999], "AdamW's two decay rates, each below 1", ge=0)
     eps: float = knob(1e-8, "AdamW's epsilon", gt=0)
-    weight_decay: float = knob(0.01, "decoupled weight decay", ge=0)
+    momentum: float = knob(0.9, "sgd's; 0: none", ge=0, le=0.999)
+    weight_decay: float = knob(0.01, "decoupled weight decay; sgd's is part of the gradient", ge=0)
     lr_warmup_steps: int = knob(0, "optimizer steps of linear warm-up", ge=0)
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = knob("constant", "after warm-up")
     min_lr_ratio: float = knob(0.0, "where linear and cosine end, as a share of lr", ge=0, le=1)
@@ -131,6 +144,9 @@ class CriticModelConfig(ModelConfig):
         None, "recompute activations in the backward pass; unset: as the actor does"
     )
     use_remove_padding: bool | None = knob(None, "micro-batches without padding; unset: as the actor's, and never else")
+    attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] | None = knob(
+        None, "how attention is computed; unset: as the actor's"
+    )
 
 
 @dataclass
@@ -168,6 +184,11 @@ class TrainerConfig:
     nnodes: int = knob(1, "machines", ge=1)
     n_gpus_per_node: int = knob(8, "training ranks on each machine (on CPU too)", ge=1)
     device: Literal["auto", "cuda", "cpu"] = knob("auto", "auto: cuda when there is one")
+    placement: Literal["colocated", "disjoint"] = knob(
+        "colocated",
+        "colocated: ranks and engines take turns on the same GPUs (CPU cores); disjoint: engines have their own, "
+        "num_engines x tensor_model_parallel_size of them beside those of the ranks",
+    )
     seed: int = knob(1, "of everything but data order", ge=0)
     total_epochs: int = knob(1, "passes over the prompts", ge=1)
     total_training_steps: int | None = knob(None, "stop after so many steps; unset: total_epochs", ge=1)
@@ -175,6 +196,9 @@ class TrainerConfig:
     val_before_train: bool = knob(True, "validate before the first step")
     critic_warmup: int = knob(0, "first steps in which only the critic is updated", ge=0)
     save_freq: int = knob(-1, "checkpoint every so many steps; -1: only at the end", ge=-1)
+    async_save: bool = knob(
+        False, "write checkpoints while training goes on; takes host memory for a copy of weights and optimizer"
+    )
     max_actor_ckpt_to_keep: int = knob(2, "older checkpoints are removed", ge=1)
     save_hf: Literal["last", "always", "never"] = knob("last", "write a Hugging Face checkpoint too")
     best_metric: str | None = knob(
@@ -190,7 +214,33 @@ class TrainerConfig:
     log_val_generations: int = knob(
         8, "prompts of each validation file shown with all responses, token by token, in rollouts/*.html", ge=0
     )
+    host_allocator: Literal["system", "tcmalloc", "jemalloc"] = knob(
+        "system", "malloc of the ranks; the others return more of fragmented host memory"
+    )
+    empty_cache_every_n_steps: int = knob(
+        0, "give back GPU memory that the allocator holds unused, after so many steps' training; 0: never", ge=0
+    )
+    per_process_memory_fraction: float | None = knob(
+        None, "of a GPU: more than this share for a rank's tensors is out of memory; unset: all of it", gt=0, le=1
+    )
+    memory_snapshot_on_oom: bool = knob(
+        False, "remember a GPU's allocations, and write logs/memory_rank_*.pickle where they end in out of memory"
+    )
+    max_skipped_updates: int = knob(
+        3, "updates skipped in a row, their loss or gradient being no finite number, that end the run", ge=1
+    )
+    save_batches: Literal["bad", "all", "off"] = knob(
+        "bad",
+        "batches kept for launch/replay.py: of steps with a skipped update, or of all since the oldest checkpoint",
+    )
     skip_plan: bool = knob(False, "start even if the planner says that the run cannot fit")
+    max_engine_restarts: int = knob(
+        3, "a rollout engine that dies or hangs is restarted so often; once more, and the run ends", ge=0
+    )
+    alert_command: str | None = knob(
+        None,
+        "shell command, run once when the run fails; $RLHF_MP_REASON says why, see docs/reliability.md",
+    )
     phase_timeout_s: float = knob(7200, "a phase that takes longer is reported with stacks and ends the run", gt=0)
 
     @property

@@ -5,7 +5,7 @@ from pathlib import Path
 from rlhf_mp.config.load import config_to_yaml
 from rlhf_mp.config.model_folder import count_parameters
 from rlhf_mp.config.reward import terms_of
-from rlhf_mp.config.schema import ActorConfig, DataConfig, RunConfig, TrainedConfig
+from rlhf_mp.config.schema import ActorConfig, DataConfig, ModelConfig, RunConfig, TrainedConfig
 
 
 def describe_run(config: RunConfig) -> str:
@@ -20,19 +20,36 @@ def _who(config: RunConfig) -> dict[str, str]:
     ranks = f"{trainer.num_ranks} ({trainer.nnodes} x {trainer.n_gpus_per_node})"
     training = {
         "ranks": f"{ranks}, {_backend(policy.actor, config)}",
-        "model": f"{policy.model.path}, {_size(policy.model.path)}, {policy.model.dtype}",
+        "model": f"{policy.model.path}, {_size(policy.model.path)}, {policy.model.dtype}{_adapter(policy.model)}",
     }
     if trainer.task != "rl":
         return training | {"reference": "yes" if trainer.task == "dpo" else "none needed"}
-    scored = {"reward": f"reward model {config.reward_model.model.path}"} if config.reward_model.enable else {}
+    scored = {"reward": _reward_model(config)} if config.reward_model.enable else {}
     return training | {
         "engines": f"{rollout.num_engines} SGLang, tensor parallel {rollout.tensor_model_parallel_size}, "
-        f"{rollout.dtype}",
+        f"{rollout.dtype}, {_beside(config)}",
         "weights": f"swapped by {policy.weight_sync.transport}, every swap verified",
         "reference": "yes, for the KL term" if config.needs_reference else "none needed",
         "critic": _critic(config),
         **scored,
     }
+
+
+def _reward_model(config: RunConfig) -> str:
+    own, knobs = config.reward_model, config.reward_model.rollout
+    model = f"reward model {own.model.path}, {own.model.dtype}"
+    if not own.served:
+        return f"{model}{f', {own.model.quantization}' if own.model.quantization else ''}, on the ranks"
+    servers = f"{knobs.num_engines} SGLang server(s), tensor parallel {knobs.tensor_model_parallel_size}"
+    place = "beside the engines" if config.trainer.placement == "colocated" else "on a place of their own"
+    return f"{model}, {servers}, {place}"
+
+
+def _beside(config: RunConfig) -> str:
+    if config.trainer.placement == "colocated":
+        return "by turns with the ranks"
+    what = "cores" if config.trainer.device == "cpu" else "GPUs"
+    return f"on {what} of their own, at most {config.actor_rollout_ref.rollout.max_staleness} version(s) behind"
 
 
 def _critic(config: RunConfig) -> str:
@@ -41,6 +58,11 @@ def _critic(config: RunConfig) -> str:
         return "none needed"
     model = f"{critic.model.path}, {critic.model.dtype}, {_backend(critic, config)}, lr {critic.optim.lr:g}"
     return f"{model}, alone in the first {config.trainer.critic_warmup} steps"
+
+
+def _adapter(model: ModelConfig) -> str:
+    base = f", {model.quantization} base" if model.quantization else ""
+    return f", LoRA rank {model.lora_rank}{base}" if model.lora_rank else ""
 
 
 def _backend(trained: TrainedConfig, config: RunConfig) -> str:

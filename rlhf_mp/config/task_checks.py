@@ -6,14 +6,13 @@ from copy import deepcopy
 from functools import reduce
 from typing import Any
 
-from rlhf_mp.config.algorithm import needs_of
 from rlhf_mp.config.derive import derive
 from rlhf_mp.config.keys import KNOBS, typed
 from rlhf_mp.config.knob import default_of
 from rlhf_mp.config.schema import RunConfig
 from rlhf_mp.errors import Problem
 
-ACTOR, REWARD_MODEL = "actor_rollout_ref.actor", "reward_model"
+ACTOR = "actor_rollout_ref.actor"
 PAIRS = {"dpo", "reward_model"}
 """Tasks whose examples are a chosen and a rejected response: they are trained on together, in one micro-batch."""
 RL, WITHOUT_RL, EVERY = {"rl"}, {"sft", "dpo", "reward_model"}, {"rl", "sft", "dpo", "reward_model"}
@@ -21,6 +20,7 @@ ACTS_IN = {
     "algorithm": RL,
     "critic": RL,
     "trainer.critic_warmup": RL,
+    "trainer.placement": RL,
     "reward": RL,
     "reward_model": RL,
     "dpo": {"dpo"},
@@ -53,6 +53,7 @@ ACTS_IN = {
     "data.margin_key": {"reward_model"},
     "data.max_length": WITHOUT_RL,
     "trainer.log_samples": RL,
+    "trainer.max_engine_restarts": RL,
     "trainer.log_val_generations": RL,
 }
 """Keys, or sections, that do not act in every task."""
@@ -83,9 +84,8 @@ def written_problems(config: RunConfig, given: AbstractSet[str]) -> Iterator[Pro
     derive(plain)
     for key in idle:
         if read(config, key) not in (default_of(KNOBS[key]), read(plain, key)):
-            yield _no_effect(key, read(config, key), f"trainer.task={task}")
+            yield no_effect(key, read(config, key), f"trainer.task={task}")
     yield from _written_data_problems(config, given)
-    yield from _written_reward_model_problems(config, given)
 
 
 def _written_data_problems(config: RunConfig, given: AbstractSet[str]) -> Iterator[Problem]:
@@ -94,7 +94,7 @@ def _written_data_problems(config: RunConfig, given: AbstractSet[str]) -> Iterat
         return
     for name in ("prompt_key", "response_key", "system_prompt"):
         if f"data.{name}" in given and getattr(data, name) != getattr(plain, name):
-            yield _no_effect(f"data.{name}", getattr(data, name), f"data.messages_key={data.messages_key}")
+            yield no_effect(f"data.{name}", getattr(data, name), f"data.messages_key={data.messages_key}")
     if not data.apply_chat_template:
         yield Problem(
             "data.apply_chat_template",
@@ -104,14 +104,7 @@ def _written_data_problems(config: RunConfig, given: AbstractSet[str]) -> Iterat
         )
 
 
-def _written_reward_model_problems(config: RunConfig, given: AbstractSet[str]) -> Iterator[Problem]:
-    own = config.reward_model
-    for key in sorted(key for key in given if key.startswith(f"{REWARD_MODEL}.")):
-        if config.trainer.task == "rl" and not own.enable and read(config, key) != default_of(KNOBS[key]):
-            yield _no_effect(key, read(config, key), f"{REWARD_MODEL}.enable=false")
-
-
-def _no_effect(key: str, value: Any, because: str) -> Problem:
+def no_effect(key: str, value: Any, because: str) -> Problem:
     return Problem(key, value, f"no effect with {because}", f"remove it, or {typed(key, default_of(KNOBS[key]))}")
 
 
@@ -144,33 +137,3 @@ def without_rl_problems(config: RunConfig) -> Iterator[Problem]:
                 "the two responses of a pair stay together",
                 f"{ACTOR}.{name}=2",
             )
-
-
-def reward_model_problems(config: RunConfig) -> Iterator[Problem]:
-    """Rules of a reward model in the loop."""
-    own = config.reward_model
-    if not own.enable:
-        return
-    if not own.model.path:
-        key = f"{REWARD_MODEL}.model.path"
-        fix = f"{key}=<the huggingface folder of a run with trainer.task=reward_model>, or {REWARD_MODEL}.enable=false"
-        yield Problem(key, own.model.path, "there is no model to score with", fix)
-    if own.coef == 0:
-        yield Problem(
-            f"{REWARD_MODEL}.coef",
-            own.coef,
-            "a reward model would be held and run for a weight of 0",
-            f"{REWARD_MODEL}.coef=1.0, or {REWARD_MODEL}.enable=false",
-        )
-    algorithm, unseen = config.algorithm, "the responses it looks at have only their rule reward yet"
-    if needs_of(algorithm.adv_estimator).greedy_baseline:
-        yield Problem(
-            "algorithm.adv_estimator", algorithm.adv_estimator, unseen, f"{REWARD_MODEL}.enable=false, or rloo"
-        )
-    if algorithm.filter_groups.enable:
-        key = "algorithm.filter_groups.enable"
-        yield Problem(key, True, unseen, f"{key}=false, or {REWARD_MODEL}.enable=false")
-    strategy = config.actor_rollout_ref.actor.strategy
-    if own.fsdp_config.param_offload and strategy != "deepspeed":
-        key = f"{REWARD_MODEL}.fsdp_config.param_offload"
-        yield Problem(key, True, f"no effect with {ACTOR}.strategy={strategy}", f"{key}=false")

@@ -38,14 +38,15 @@ def collate(trajectories: Sequence[Trajectory]) -> TokenBatch:
         group_ids=torch.tensor([t.group_id for t in trajectories], dtype=torch.int64),
         lengths=torch.tensor([t.num_tokens for t in trajectories], dtype=torch.int64),
         rollout_logprobs=response_tensor([t.response_logprobs for t in trajectories]),
-        baselines=baselines(trajectories),
+        baselines=known([t.baseline for t in trajectories]),
+        rm_scores=known([t.rm_score for t in trajectories]),
+        baseline_rm_scores=known([t.baseline_rm_score for t in trajectories]),
     )
 
 
-def baselines(trajectories: Sequence[Trajectory]) -> torch.Tensor | None:
-    """Rewards of greedy responses, if there are any."""
-    found = [t.baseline for t in trajectories]
-    return None if None in found else torch.tensor(found, dtype=torch.float32)
+def known(numbers: Sequence[float | None]) -> torch.Tensor | None:
+    """One number per sequence, if there are any."""
+    return None if None in numbers else torch.tensor(numbers, dtype=torch.float32)
 
 
 def with_estimates(sample: SampleText, batch: TokenBatch) -> SampleText:

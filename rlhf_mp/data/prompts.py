@@ -26,6 +26,9 @@ NOT_IN_PROMPTS = {  # knobs that change neither a prompt nor which prompts there
 }  # fmt: skip
 
 
+Row = str | dict[str, Any]
+
+
 class Tokenizer(Protocol):
     """What is used of a Hugging Face tokenizer."""
 
@@ -104,6 +107,33 @@ def load_prompts(files: Sequence[str], tokenizer: Tokenizer, data: DataConfig) -
             facts = make_table(place, files, tokenizer, data)
             prompt_table.seal(place, facts)
     return PromptSet(prompt_table.open_table(folder), facts)
+
+
+def given_prompts(rows: Sequence[Row], tokenizer: Tokenizer, data: DataConfig) -> list[Prompt]:
+    """Prompts that come from no file.
+
+    Args:
+        rows: as a file has them, or texts that no answer is known to.
+
+    Raises:
+        ConfigError: a row that a file could not have either, or one longer than ``data.max_prompt_length``.
+    """
+    no_answer = {data.answer_key: ""} | ({data.reward_fn_key: ""} if data.reward_fn_key else {})
+    full = [{data.prompt_key: row} | no_answer if isinstance(row, str) else dict(row) for row in rows]
+    problems = Problems()
+    if not any([problems.add(row_problems(f"prompt {i}", row, data)) for i, row in enumerate(full)]):
+        texts = [render(row[data.prompt_key], tokenizer, data) for row in full]
+        ids = encode(texts, tokenizer, data)
+        problems.add(
+            Problem(f"prompt {i}", len(own), "more tokens than data.max_prompt_length", "shorten it, or raise that")
+            for i, own in enumerate(ids)
+            if len(own) > data.max_prompt_length
+        )
+    problems.raise_if_any(["the prompts given"])
+    return [
+        Prompt(i, ids[i], **prompt_fields(row, text, data))
+        for i, (row, text) in enumerate(zip(full, texts, strict=True))
+    ]
 
 
 def make_table(place: Path, files: Sequence[str], tokenizer: Tokenizer, data: DataConfig) -> TableFacts:

@@ -35,12 +35,15 @@ class Trajectory:
     loss_mask: list[bool]  # per response token; False where the policy did not choose it
     reward: float
     group_id: int  # equal for all responses to one prompt of one step
-    version: int  # weight version that sampled it
+    version: int  # weight version that sampled it, the oldest of several
     finish_reason: FinishReason
     baseline: float | None = None  # reward of the greedy response to the same prompt, where it was sampled
     scores: dict[str, float] = field(default_factory=dict)  # per reward term, before its weight
     source: str = ""  # of its prompt
     num_turns: int = 1
+    token_versions: list[int] = field(default_factory=list)  # per response token; empty: all of them ``version``
+    rm_score: float | None = None  # the reward model's, where it is served by SGLang
+    baseline_rm_score: float | None = None  # the same of the greedy response
 
     @property
     def num_tokens(self) -> int:
@@ -64,6 +67,8 @@ class TokenBatch:
     returns: Float[Tensor, "B T"] | None = None  # what those values are trained towards
     baselines: Float[Tensor, "B"] | None = None  # reward of the greedy response to the same prompt
     token_rewards: Float[Tensor, "B T"] | None = None  # where in a response its reward is earned
+    rm_scores: Float[Tensor, "B"] | None = None  # the reward model's, where they came with the responses
+    baseline_rm_scores: Float[Tensor, "B"] | None = None  # the same of the greedy responses
     selected: Float[Tensor, "B T"] | None = None  # 1 at tokens that the policy loss treats apart
 
     def select(self, rows: list[int]) -> "TokenBatch":

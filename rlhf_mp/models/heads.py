@@ -21,9 +21,24 @@ class Head(Protocol):
     """Implemented for a policy, a critic and a reward model."""
 
     packed: bool  # micro-batches are rows of sequences without padding, see packing.py
+    task: ClassVar[str]  # what transformers calls such models: <Architecture>For<task>
+    new_modules: ClassVar[tuple[str, ...]]  # what the model does not have before it gets this head
 
-    def load(self, path: str, dtype: torch.dtype, *, trust_remote_code: bool = False) -> nn.Module:
-        """A checkpoint's model with this head; one that the checkpoint lacks is new, and 0."""
+    def load(
+        self,
+        path: str,
+        dtype: torch.dtype,
+        *,
+        attention: str = "auto",
+        quantization: str | None = None,
+        trust_remote_code: bool = False,
+    ) -> nn.Module:
+        """A checkpoint's model with this head; one that the checkpoint lacks is new, and 0.
+
+        Args:
+            attention: how it is computed, see packed_attention.py.
+            quantization: of the matrices of its layers, see quantized.py; such a model is not trained itself.
+        """
         ...
 
     def forward(self, model: nn.Module, batch: TokenBatch) -> Output:
@@ -51,9 +66,26 @@ class PolicyHead:
     entropy_grad: bool = False  # False saves the backward pass through the entropy when no loss uses it
     logits_chunk_bytes: int = 0  # float32 logits that exist at once; 0: those of a whole micro-batch
     packed: bool = False
+    task: ClassVar[str] = "CausalLM"
+    new_modules: ClassVar[tuple[str, ...]] = ()
 
-    def load(self, path: str, dtype: torch.dtype, *, trust_remote_code: bool = False) -> nn.Module:
-        return load_causal_lm(path, dtype, packed=self.packed, trust_remote_code=trust_remote_code)
+    def load(
+        self,
+        path: str,
+        dtype: torch.dtype,
+        *,
+        attention: str = "auto",
+        quantization: str | None = None,
+        trust_remote_code: bool = False,
+    ) -> nn.Module:
+        return load_causal_lm(
+            path,
+            dtype,
+            packed=self.packed,
+            attention=attention,
+            quantization=quantization,
+            trust_remote_code=trust_remote_code,
+        )
 
     def forward(self, model: nn.Module, batch: TokenBatch) -> PolicyOutput:
         return policy_output(
@@ -81,10 +113,27 @@ class ScalarHead:
 
     packed: bool = False
     bias: ClassVar[bool]
-    task: ClassVar[str]  # what transformers calls such models: <Architecture>For<task>
+    task: ClassVar[str]
+    new_modules: ClassVar[tuple[str, ...]] = ("score",)
 
-    def load(self, path: str, dtype: torch.dtype, *, trust_remote_code: bool = False) -> nn.Module:
-        return load_scalar_model(path, dtype, bias=self.bias, packed=self.packed, trust_remote_code=trust_remote_code)
+    def load(
+        self,
+        path: str,
+        dtype: torch.dtype,
+        *,
+        attention: str = "auto",
+        quantization: str | None = None,
+        trust_remote_code: bool = False,
+    ) -> nn.Module:
+        return load_scalar_model(
+            path,
+            dtype,
+            bias=self.bias,
+            packed=self.packed,
+            attention=attention,
+            quantization=quantization,
+            trust_remote_code=trust_remote_code,
+        )
 
     def saved_config(self, config: dict[str, Any]) -> dict[str, Any]:
         return classifier_config(config, self.task)

@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
-from rlhf_mp.models.packed_attention import check_packing, packed_attention
+from rlhf_mp.models.packed_attention import attention_for, check_packing
+from rlhf_mp.models.quantized import as_it_trains, quantized_loading
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SHARD_BYTES = 5_000_000_000
@@ -22,12 +23,20 @@ WEIGHT_INDEXES = {"model.safetensors.index.json", "pytorch_model.bin.index.json"
 
 
 def load_causal_lm(
-    path: str, dtype: torch.dtype, *, packed: bool = False, trust_remote_code: bool = False
+    path: str,
+    dtype: torch.dtype,
+    *,
+    packed: bool = False,
+    attention: str = "auto",
+    quantization: str | None = None,
+    trust_remote_code: bool = False,
 ) -> nn.Module:
-    """The model with scaled-dot-product attention, without dropout or cache, on CPU (or partitioned, under ZeRO-3).
+    """The model without dropout or cache, on CPU (or partitioned, under ZeRO-3).
 
     Args:
         packed: it will see rows of several sequences.
+        attention: how it is computed, see packed_attention.py.
+        quantization: of the matrices of its layers, see quantized.py.
 
     Raises:
         ValueError: such rows cannot be kept apart in this model.
@@ -37,13 +46,14 @@ def load_causal_lm(
         path,
         config=config,
         dtype=dtype,
-        attn_implementation=packed_attention(dtype) if packed else "sdpa",
+        attn_implementation=attention_for(attention, dtype, packed=packed),
         trust_remote_code=trust_remote_code,
+        **quantized_loading(quantization, dtype),
     )
     if packed:
         check_packing(model)
     model.config.use_cache = False
-    return model
+    return as_it_trains(model)
 
 
 def without_dropout(config: PretrainedConfig) -> PretrainedConfig:

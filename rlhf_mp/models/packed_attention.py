@@ -55,10 +55,24 @@ def _window(query: Tensor, sliding_window: int | None) -> Tensor | None:
 AttentionInterface.register(PACKED_SDPA, packed_sdpa)
 
 
-def packed_attention(dtype: torch.dtype) -> str:
-    """The name of the implementation for weights of ``dtype`` on this machine."""
+def attention_for(chosen: str, dtype: torch.dtype, *, packed: bool) -> str:
+    """What transformers calls the implementation for weights of ``dtype`` on this machine.
+
+    Args:
+        chosen: ``model.attn_implementation``; "auto" is flash attention for packed rows where it is there, else sdpa.
+        packed: the model will see rows of several sequences.
+
+    Raises:
+        ValueError: the implementation cannot keep packed sequences apart.
+    """
+    if not packed:
+        return "sdpa" if chosen == "auto" else chosen
+    if chosen == "eager":
+        raise ValueError("eager attention cannot keep the sequences of a packed row apart: use_remove_padding=false")
     has_flash = torch.cuda.is_available() and find_spec("flash_attn") is not None
-    return "flash_attention_2" if has_flash and dtype == torch.bfloat16 else PACKED_SDPA
+    if chosen == "flash_attention_2" or (chosen == "auto" and has_flash and dtype == torch.bfloat16):
+        return "flash_attention_2"
+    return PACKED_SDPA
 
 
 def check_packing(model: nn.Module) -> None:

@@ -15,11 +15,19 @@ from transformers import initialization as init
 
 from rlhf_mp.errors import ConfigError, Problem
 from rlhf_mp.models.hf import without_dropout
-from rlhf_mp.models.packed_attention import check_packing, packed_attention
+from rlhf_mp.models.packed_attention import attention_for, check_packing
+from rlhf_mp.models.quantized import as_it_trains, quantized_loading
 
 
 def load_scalar_model(
-    path: str, dtype: torch.dtype, *, bias: bool, packed: bool = False, trust_remote_code: bool = False
+    path: str,
+    dtype: torch.dtype,
+    *,
+    bias: bool,
+    packed: bool = False,
+    attention: str = "auto",
+    quantization: str | None = None,
+    trust_remote_code: bool = False,
 ) -> nn.Module:
     """Any decoder's checkpoint with a head of one output, which is 0 where the checkpoint has none.
 
@@ -27,6 +35,8 @@ def load_scalar_model(
 
     Args:
         packed: it will see rows of several sequences.
+        attention: how it is computed, see packed_attention.py.
+        quantization: of the matrices of its layers, see quantized.py.
 
     Raises:
         ConfigError: transformers has no such decoder.
@@ -36,12 +46,13 @@ def load_scalar_model(
         reason = f"no decoder of type {config.model_type} without its vocabulary is known"
         raise ConfigError([Problem("critic.model.path", path, reason, "a model that transformers itself contains")])
     kind = scalar_class(MODEL_MAPPING[type(config)], bias)
-    attention = packed_attention(dtype) if packed else "sdpa"
-    model = kind.from_pretrained(path, config=config, dtype=dtype, attn_implementation=attention)
+    attention = attention_for(attention, dtype, packed=packed)
+    quantized = quantized_loading(quantization, dtype)
+    model = kind.from_pretrained(path, config=config, dtype=dtype, attn_implementation=attention, **quantized)
     if packed:
         check_packing(model)
     model.config.use_cache = False
-    return model
+    return as_it_trains(model)
 
 
 @cache

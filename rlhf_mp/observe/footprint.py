@@ -141,12 +141,13 @@ def planned_bytes(plan: Plan) -> dict[str, float]:
             size = sum(t.bytes for t in terms if (t.role, t.component, t.on_host) == key)
             found[state_name(*key)] = max(size, found.get(state_name(*key), 0.0))
     for phase, terms in moments:
-        size = sum(t.bytes for t in terms if t.on_host == on_host)
+        # a checkpoint's copy is made between phases
+        size = sum(t.bytes for t in terms if t.on_host == on_host and t.component is not Component.checkpoint)
         found[f"{phase.value}_peak"] = max(size, found.get(f"{phase.value}_peak", 0.0))
     found["rss_peak"] = RANK_PROCESS + max(sum(t.bytes for t in terms if t.on_host) for _, terms in moments)
     return found
 
 
 def is_of_rank(term: Term) -> bool:
-    """Not the engine's, and nothing that no allocator of tensors sees."""
-    return term.role not in (Role.engine, Role.process)
+    """No server's, and nothing that no allocator of tensors sees."""
+    return term.role not in (Role.engine, Role.reward_server, Role.process)

@@ -10,6 +10,7 @@ from itertools import islice
 import torch
 
 from rlhf_mp.errors import OutOfMemory
+from rlhf_mp.observe.allocation_history import AllocationHistory
 from rlhf_mp.observe.live_tensors import live_bytes
 from rlhf_mp.observe.memory import GIB, get_memory_usage, peak_memory, reset_peak
 from rlhf_mp.phase import Phase
@@ -38,11 +39,14 @@ class MemoryWatch:
         rank: int,
         levers: Callable[[Phase], Iterable[Lever]],
         say: Callable[[str], None] = print,
+        history: AllocationHistory | None = None,
     ):
         """
         Args:
             levers: what would make a phase need less, the cheapest first.
+            history: of the GPU's allocations, written when they end in an error.
         """
+        self.history = history
         self.device, self.rank, self.levers, self.say = device, rank, levers, say
         self._peaks: dict[Phase, list[float]] = {}  # GiB allocated at most, of every run
         self._found: dict[str, float] = {}
@@ -91,6 +95,8 @@ class MemoryWatch:
                 f"  {usage['fragmentation']:.0%} of what the allocator holds is unused pieces: "
                 "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
             )
+        if self.history is not None:
+            lines.append(f"  {self.history.write()}")
         return "\n".join([*lines, *self._advice(phase)])
 
     def _advice(self, phase: Phase) -> list[str]:

@@ -50,7 +50,8 @@ def layer_items(
     Source: Korthikanti et al., arXiv:2205.05198 section 4.1, extended to grouped queries and gated MLPs. For a GPT
     layer with dropout it is their 34 h + 5 a s; for transformers' Llama it is what benchmarks/simulate.py counts.
     """
-    h, q, k, f = shape.hidden, shape.q_dim, shape.kv_dim, shape.ffn
+    h, q, f = shape.hidden, shape.q_dim, shape.ffn
+    k = shape.kv_dim if kernels.flash_attention else q  # eager attention repeats keys and values for their queries
     replicated = tp if sequence_parallel else 1  # parts that tensor parallelism alone leaves whole
     # transformers' RMSNorm computes in float32: it keeps its float32 input and its normalised output
     norm = width if kernels.fused_norm or shape.norm_vectors == 2 else 4 + width
@@ -63,13 +64,45 @@ def layer_items(
         "MLP inner": width * f * (2 if not shape.gated else 3 if kernels.fused_swiglu else 4) / tp,
     }
     if shape.qk_norm:
-        items["q, k norms"] = norm * (q + k) / tp
+        items["q, k norms"] = norm * (q + shape.kv_dim) / tp
     if not kernels.flash_attention:
-        per_score = 2 * width + 1 if kernels.dropout else width + 4
+        per_score = 2 * width + 1 if kernels.dropout else 4 + _copy(width)
         items["attention matrix"] = shape.heads * sequence * per_score / tp
     if kernels.dropout:
         items["dropout masks"] = 2 * h / replicated
     return items
+
+
+def _copy(width: int) -> int:
+    """Bytes a score of eager attention's float32 softmax in the activations' own type."""
+    return width if width < 4 else 0
+
+
+def scores(shape: ModelShape, kernels: Kernels, sequence: int, width: int) -> float:
+    """Bytes per token at the worst moment of eager attention's own work: float32 before and after the softmax."""
+    return 0 if kernels.flash_attention else shape.heads * sequence * (8 + _copy(width))
+
+
+def layer_gradients(
+    shape: ModelShape,
+    kernels: Kernels,
+    items: dict[str, float],
+    width: int,
+    tp: int,
+    sequence: int,
+    *,
+    recomputed: bool,
+) -> float:
+    """Bytes per token inside the layer whose backward pass runs, beside ``items``: in its MLP, or later at the scores.
+
+    There what the MLP kept is gone, and with it the copy of the softmax.
+    """
+    mlp = width * (2 * shape.hidden + shape.ffn * (1 if recomputed else 2)) / tp
+    if kernels.flash_attention:
+        return mlp
+    gone = ("MLP input", "MLP inner", "attention output")
+    matrix = scores(shape, kernels, sequence, width) - 2 * _copy(width) * shape.heads * sequence
+    return max(mlp, matrix / tp - sum(items[name] for name in gone) - items["norms"] / shape.norms_per_layer)
 
 
 def interleaving(pp: int, vpp: int | None) -> float:
@@ -78,6 +111,22 @@ def interleaving(pp: int, vpp: int | None) -> float:
     Source: Korthikanti et al., arXiv:2205.05198 section 4.2.3.
     """
     return 1 + (pp - 1) / (pp * vpp) if vpp else 1.0
+
+
+def kept_items(
+    shape: ModelShape, kernels: Kernels, batch: Batch, items: dict[str, float], width: int, shards: int
+) -> float:
+    """Bytes per token that a layer keeps whose activations are computed again, as ``batch`` says."""
+    dropped = {"selective": ("attention matrix",), "mlp": ("MLP inner",)}.get(batch.recompute, ())
+    layer_input = width * shape.hidden / shards
+    if batch.recompute == "full":
+        return layer_input
+    if batch.recompute != "elementwise":
+        return sum(size for name, size in items.items() if name not in dropped)
+    attention = width * (shape.q_dim + 2 * shape.kv_dim + shape.hidden) + items["attention output"]
+    mlp = width * (shape.ffn * (2 if shape.gated else 1) + shape.hidden)
+    products = 0 if kernels.flash_attention else width * shape.heads * batch.sequence
+    return layer_input + attention + mlp + products
 
 
 def layers_in_flight(shape: ModelShape, layout: Layout, *, last_stage: bool) -> float:
@@ -116,20 +165,19 @@ def training_activations(
         shape, kernels, width=width, tp=tp, sequence_parallel=sequence_parallel, sequence=batch.sequence
     )
     whole = sum(items.values())
-    dropped = {"selective": ("attention matrix",), "mlp": ("MLP inner",)}.get(batch.recompute, ())
-    kept = sum(size for name, size in items.items() if name not in dropped)
-    checkpoint = width * shape.hidden / (tp if sequence_parallel else 1)
-    if batch.recompute == "full":
-        kept = (checkpoint + (batch.recompute_every - 1) * whole) / batch.recompute_every  # of the average layer
+    of_layer = kept_items(shape, kernels, batch, items, width, tp if sequence_parallel else 1)
+    kept = (of_layer + (batch.recompute_every - 1) * whole) / batch.recompute_every  # of the average layer
     num_layers = layers_in_flight(shape, layout, last_stage=last_stage)
     stored = tokens.times(kept, "bytes a layer").times(num_layers, "layers")
+    if not kernels.flash_attention and batch.recompute in ("full", "elementwise"):  # layers get it as an argument
+        stored = stored + tokens.times(width * batch.sequence, "bytes of the mask")
     host = NOTHING
     if batch.activation_offload:
         on_gpu = min(2.0 * max(1, batch.offload_layers), num_layers)
         host = tokens.times(kept, "bytes a layer").times(num_layers - on_gpu, "layers")
         stored = tokens.times(kept, "bytes a layer").times(on_gpu, "layers on the GPU")
-    inside = width * (2 * shape.hidden + shape.ffn * (1 if batch.recompute == "full" else 2)) / tp
-    again = whole if batch.recompute == "full" else whole - kept
+    inside = layer_gradients(shape, kernels, items, width, tp, batch.sequence, recomputed=batch.recompute == "full")
+    again = whole if batch.recompute == "full" else whole - of_layer
     working = tokens.times(again + inside, "bytes recomputed and their gradients")
     at_end = not isinstance(layout, MegatronLayout) or layout.pp == 1 or last_stage
     final = tokens.times((4 + 2 * width) * shape.hidden / (tp if sequence_parallel else 1), "bytes of the last norm")
@@ -160,6 +208,7 @@ def scoring_activations(
     """Of a forward pass alone: one layer's tensors at a time, then the logits."""
     tp, cp = (layout.tp, layout.cp) if isinstance(layout, MegatronLayout) else (1, 1)
     whole = sum(layer_items(shape, kernels, width=width, tp=tp, sequence=batch.sequence).values())
+    whole = max(whole, scores(shape, kernels, batch.sequence, width) / tp)
     tokens = amount(batch.score_tokens or batch.tokens, "tokens").over(cp, "cp")
     working = tokens.times(whole, "bytes of one layer")
     hidden = tokens.times(2 * width * shape.hidden, "bytes of hidden states")

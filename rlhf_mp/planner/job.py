@@ -7,7 +7,8 @@ from rlhf_mp.planner.hardware import NETWORK_RATE, Gpu
 from rlhf_mp.planner.model_shape import ModelShape
 
 Algorithm = Literal["sft", "dpo", "reward_model", "grpo", "ppo"]
-Recompute = Literal["none", "selective", "mlp", "full"]
+Recompute = Literal["none", "selective", "mlp", "elementwise", "full"]
+"""Of a layer: Megatron's selective is the attention matrix; elementwise all but matrix products and attention."""
 
 
 @dataclass(frozen=True)
@@ -99,12 +100,15 @@ class TorchLayout:
 Layout = ZeroLayout | MegatronLayout | TorchLayout
 
 
+ALL_LINEAR = ("all-linear",)
+
+
 @dataclass(frozen=True)
 class Adapter:
     """LoRA; with ``quantization`` of the frozen matrices, QLoRA."""
 
     rank: int = 16
-    targets: Literal["all-linear", "attention", "qv"] = "all-linear"
+    targets: tuple[str, ...] = ALL_LINEAR  # matrices of a layer, by the last names of their modules
     quantization: Literal["int8", "nf4"] | None = None
 
 
@@ -119,6 +123,7 @@ class Kernels:
 
 
 EAGER = Kernels()  # transformers' modules with scaled-dot-product attention
+EAGER_ATTENTION = Kernels(flash_attention=False)  # the same with a matrix of every token's score for every other
 FUSED = Kernels(fused_norm=True, fused_swiglu=True)  # Megatron-Core with Transformer Engine
 
 
@@ -131,7 +136,7 @@ class Batch:
     score_tokens: int | None = None  # of a forward-only pass, where no mini-batch cuts; None: as many
     logit_tokens: int | None = None  # whose logits exist at once; None: all, and by plain autograd
     recompute: Recompute = "full"
-    recompute_every: int = 1  # with "full": so-many-th layers; the others keep everything
+    recompute_every: int = 1  # so-many-th layers; the others keep everything
     activation_offload: bool = False
     offload_layers: int = 1  # that move together
 
@@ -174,12 +179,19 @@ class Job:
     critic_layout: Layout | None = None  # None: the actor's, as are its batch and precision
     critic_batch: Batch | None = None
     critic_precision: Precision | None = None
+    critic_adapter: Adapter | None = None
+    critic_kernels: Kernels | None = None
     reward_model: ModelShape | None = None
+    reward_kernels: Kernels | None = None  # None: the actor's
     reward_offload: bool = False
+    reward_quantization: Literal["nf4"] | None = None
+    reward_server: Engine | None = None  # one of those that hold the reward model; None: the ranks do
     engine: Engine | None = None
     bucket_bytes: float = 256e6  # two buffers of a weight swap
     host_memory: float | None = None  # bytes of one machine; None: not judged
     ranks_per_node: int = 8
+    saves_in_background: bool = False  # from a copy in host memory
+    rank_share: float | None = None  # of a GPU, for a rank's own tensors; None: all of it
     network_rate: float = NETWORK_RATE  # bytes a second and GPU between machines
     workload: "Workload | None" = None
 
@@ -200,7 +212,14 @@ class Job:
             layout=self.critic_layout or self.layout,
             batch=self.critic_batch or self.batch,
             precision=self.critic_precision or self.precision,
+            adapter=self.critic_adapter,
+            kernels=self.critic_kernels or self.kernels,
         )
+
+    @property
+    def of_reward_model(self) -> "Job":
+        """The same job as its reward model meets it."""
+        return replace(self, kernels=self.reward_kernels or self.kernels)
 
 
 @dataclass(frozen=True)

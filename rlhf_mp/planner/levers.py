@@ -66,6 +66,11 @@ def _by_sequences(config: RunConfig, now: int) -> int | None:
     return None if config.actor_rollout_ref.actor.use_dynamic_bsz else _halved(lambda _: 1)(config, now)
 
 
+def _has_reference_copy(config: RunConfig) -> bool:
+    policy = config.actor_rollout_ref
+    return _is("deepspeed")(config) and policy.actor.use_kl_loss and not policy.model.lora_rank
+
+
 RULES = (
     _Rule(
         f"{MODEL}.logits_chunk_mb",
@@ -77,10 +82,18 @@ RULES = (
         "actor_rollout_ref.ref.fsdp_config.param_offload",
         EVERYWHERE - {Phase.rollout},
         "fetches the reference model from the host while it scores",
-        _on(lambda config: _is("deepspeed")(config) and config.actor_rollout_ref.actor.use_kl_loss),
+        _on(_has_reference_copy),
     ),
     _Rule(f"{ACTOR}.fsdp_config.optimizer_offload", EVERYWHERE, "steps the optimizer on the host", _on(_zero(1))),
     _Rule(f"{MODEL}.enable_gradient_checkpointing", frozenset({Phase.train}), "a third more arithmetic", _on()),
+    _Rule(
+        f"{MODEL}.recompute",
+        frozenset({Phase.train}),
+        "a third more arithmetic",
+        lambda config, now: (
+            "full" if now == "selective" and config.actor_rollout_ref.model.enable_gradient_checkpointing else None
+        ),
+    ),
     _Rule(f"{ACTOR}.ppo_max_token_len_per_gpu", COMPUTING, "more, smaller micro-batches", _by_tokens),
     _Rule(f"{ACTOR}.ppo_micro_batch_size_per_gpu", COMPUTING, "more, smaller micro-batches", _by_sequences),
     _Rule(

@@ -3,12 +3,12 @@
 from dataclasses import dataclass, field, replace
 
 from rlhf_mp.phase import Phase
-from rlhf_mp.planner import activations, states
+from rlhf_mp.planner import activations, reward, states
 from rlhf_mp.planner.activations import ActivationPlan
 from rlhf_mp.planner.amount import GIB, Amount, amount, gib
 from rlhf_mp.planner.hardware import CONTEXT, FRAGMENTATION, USABLE
 from rlhf_mp.planner.inference import cache_pool, cache_tokens, engine_terms
-from rlhf_mp.planner.job import Job, MegatronLayout, TorchLayout, ZeroLayout
+from rlhf_mp.planner.job import Engine, Job, MegatronLayout, TorchLayout, ZeroLayout
 from rlhf_mp.planner.model_shape import ModelShape
 from rlhf_mp.planner.term import Component, Role, Term, total
 
@@ -77,15 +77,19 @@ class Plan:
 def node_bytes(job: Job, moment: Moment) -> float:
     """Host memory of one machine at one moment: all its ranks, its engines and the programs themselves."""
     ranks = min(job.layout.num_ranks, job.ranks_per_node)
-    trainer = [term for term in moment.terms if term.role is not Role.engine]
-    programs = ranks * RANK_PROCESS
-    engines = 0.0
-    if job.engine:
-        per_node = max(1.0, job.engine.num_engines * ranks / job.layout.num_ranks)
-        workers = per_node * job.engine.tp
-        engines = workers * total([term for term in moment.terms if term.role is Role.engine], on_host=True)
-        programs += per_node * ENGINE_PROCESSES + RAY_PROCESSES
-    return ranks * total(trainer, on_host=True) + engines + programs
+    fleets = {role: fleet for role, fleet in _fleets(job).items() if fleet is not None}
+    trainer = [term for term in moment.terms if term.role not in fleets]
+    programs = ranks * RANK_PROCESS + RAY_PROCESSES * (job.engine is not None)
+    servers = 0.0
+    for role, fleet in fleets.items():
+        per_node = max(1.0, fleet.num_engines * ranks / job.layout.num_ranks)
+        servers += per_node * fleet.tp * total([term for term in moment.terms if term.role is role], on_host=True)
+        programs += per_node * ENGINE_PROCESSES
+    return ranks * total(trainer, on_host=True) + servers + programs
+
+
+def _fleets(job: Job) -> dict[Role, Engine | None]:
+    return {Role.engine: job.engine, Role.reward_server: job.reward_server}
 
 
 def make_plan(job: Job) -> Plan:
@@ -108,7 +112,8 @@ def free_at_start(job: Job) -> float:
 
 
 def _processes(job: Job) -> int:
-    return 1 + (job.engine is not None and not job.engine.on_own_gpus)
+    shares = job.engine is not None and not job.engine.on_own_gpus
+    return 1 + shares + (shares and job.reward_server is not None)
 
 
 class _Step:
@@ -120,8 +125,12 @@ class _Step:
         self.between = [t for t in self.resident if not _given_back(job, t)]  # outside of training
         engine = job.engine
         self.engine = engine_terms(job.model, engine, free_at_start(job)) if engine else []
-        shares = engine is not None and not engine.on_own_gpus
-        self.beside = self.engine if shares and not engine.sleeps else []  # what an idle engine still holds
+        shares = engine is not None and not (engine.on_own_gpus and job.gpu)  # on CPU the memory is one
+        servers = reward.server_terms(job)
+        self.always = servers if shares else []  # beside the trainer, in every phase
+        self.apart = [] if shares else servers
+        idle = self.engine if shares and not engine.sleeps else []  # what an idle engine still holds
+        self.beside = idle + self.always
         self.during_sync = [t for t in self.engine if t.component is not Component.kv_cache or not engine.sleeps]
         self.shares = shares
 
@@ -129,7 +138,13 @@ class _Step:
         job = self.job
         found = []
         if job.engine:
-            found.append(Moment(Phase.rollout, "sampling", (self.between if self.shares else []) + self.engine))
+            beside = self.between + self.always if self.shares else []
+            found.append(Moment(Phase.rollout, "sampling", beside + self.engine))
+        if self.apart:
+            found.append(Moment(Phase.rollout, "a reward server scores", self.apart))
+        if job.engine and not self.shares:
+            arriving = Term(Role.engine, Component.sync_bucket, amount(job.bucket_bytes / 2, "bytes of a bucket"))
+            found.append(Moment(Phase.rollout, "an engine takes in weights", [*self.engine, arriving]))
         if job.has_scoring:
             found += self._scoring()
         found += self._training()
@@ -141,18 +156,20 @@ class _Step:
         job = self.job
         terms = actor_states(job)
         if job.critic:
-            terms += _trained(Role.critic, job.critic, job.of_critic, job.critic.num_params_scalar_head)
+            terms += model_states(Role.critic, job.critic, job.of_critic, job.critic.num_params_scalar_head)
+        if job.saves_in_background:
+            terms += _checkpoint_copies(job)
         frozen = amount(job.precision.weights, "bytes")
-        if job.reference and isinstance(job.layout, MegatronLayout):
+        own_reference = job.reference and job.adapter is None  # under an adapter it is the actor's base
+        if own_reference and isinstance(job.layout, MegatronLayout):
             own = states.megatron_params(job.model, job.layout)
             weights = Amount(job.precision.weights * own.value, f"{job.precision.weights:g} bytes x ({own.formula})")
             terms += states.frozen_states(Role.reference, weights, 1, job.reference_offload)
-        elif job.reference:
+        elif own_reference:
             weights = frozen.times(job.model.num_params, "parameters")
             terms += states.frozen_states(Role.reference, weights, _shards(job), job.reference_offload)
-        if job.reward_model:
-            weights = frozen.times(job.reward_model.num_params_scalar_head, "parameters")
-            terms += states.frozen_states(Role.reward_model, weights, _shards(job), job.reward_offload)
+        if job.reward_model and job.reward_server is None:
+            terms += states.frozen_states(Role.reward_model, reward.rank_weights(job), _shards(job), job.reward_offload)
         return terms
 
     def _scoring(self) -> list[Moment]:
@@ -175,8 +192,11 @@ class _Step:
             forward("reference log-probs", Role.reference, job.model, job, True)
         if job.critic:
             forward("values", Role.critic, job.critic, job.of_critic, False)
-        if job.reward_model:
-            forward("reward model", Role.reward_model, job.reward_model, job, False)
+        if job.reward_model and job.reward_server is None:
+            forward("reward model", Role.reward_model, job.reward_model, job.of_reward_model, False)
+            if job.reward_quantization:
+                unpacked = Term(Role.reward_model, Component.gathered, states.dequantized(job.reward_model))
+                found[-1].terms.append(unpacked)
         return found
 
     def _training(self) -> list[Moment]:
@@ -187,7 +207,7 @@ class _Step:
             base = self.resident + self.beside
             plan = _backward(job, shape, job.precision.activations, with_logits)
             moving = states.gathered_weights(role, shape, job.layout, job.precision)
-            if job.adapter is None or role is Role.critic:
+            if job.adapter is None:
                 moving = moving + states.whole_gradient(role, shape, job.layout, job.precision)
             elif job.adapter.quantization:
                 moving = [*moving, Term(role, Component.gathered, states.dequantized(shape))]
@@ -196,10 +216,11 @@ class _Step:
             if step:
                 found.append(Moment(Phase.train, f"{role.value} step", base + step))
 
-        trained = states.lora_params(job.model, job.adapter) if job.adapter else job.num_actor_params
+        trained = trained_params(job.model, job, job.num_actor_params)
         update(Role.actor, job.model, job, trained, job.algorithm != "reward_model")
         if job.critic:
-            update(Role.critic, job.critic, job.of_critic, job.critic.num_params_scalar_head, False)
+            trained = trained_params(job.critic, job.of_critic, job.critic.num_params_scalar_head)
+            update(Role.critic, job.critic, job.of_critic, trained, False)
         return found
 
     def _sync(self) -> Moment:
@@ -209,7 +230,22 @@ class _Step:
         elements = min(shape.num_params, max(GATHER_ELEMENTS, shape.vocab * shape.hidden))
         gathered = amount(job.precision.weights, "bytes").times(elements, "elements gathered at once")
         moving = [Term(Role.actor, Component.sync_bucket, largest), Term(Role.actor, Component.gathered, gathered)]
-        return Moment(Phase.sync, "weight swap", self.between + (self.during_sync if self.shares else []) + moving)
+        if job.adapter is not None:
+            moving.append(Term(Role.actor, Component.gathered, states.merged(shape)))
+        return Moment(
+            Phase.sync, "weight swap", self.between + (self.during_sync + self.always if self.shares else []) + moving
+        )
+
+
+def _checkpoint_copies(job: Job) -> list[Term]:
+    """Of every trained model, and of an adapter alone where only that is trained."""
+    models = [(Role.actor, job.model, job, job.num_actor_params)]
+    if job.critic:
+        models.append((Role.critic, job.critic, job.of_critic, job.critic.num_params_scalar_head))
+    return [
+        states.checkpoint_copy(role, _trained(role, shape, own, trained_params(shape, own, size)), own.layout)
+        for role, shape, own, size in models
+    ]
 
 
 def _given_back(job: Job, term: Term) -> bool:
@@ -219,12 +255,23 @@ def _given_back(job: Job, term: Term) -> bool:
 
 def actor_states(job: Job) -> list[Term]:
     """What the actor keeps between steps."""
+    return model_states(Role.actor, job.model, job, job.num_actor_params)
+
+
+def model_states(role: Role, shape: ModelShape, job: Job, num_params: float) -> list[Term]:
+    """What a trained model keeps between steps: with an adapter, all of that for the adapter, and the frozen base."""
+    trained = _trained(role, shape, job, trained_params(shape, job, num_params))
     if job.adapter is None:
-        return _trained(Role.actor, job.model, job, job.num_actor_params)
-    adapters = _trained(Role.actor, job.model, job, states.lora_params(job.model, job.adapter))
-    base = states.base_weights(job.model, job.adapter)
-    offload = isinstance(job.layout, ZeroLayout) and job.layout.param_offload
-    return states.frozen_states(Role.actor, base, _shards(job), offload) + adapters
+        return trained
+    base = states.base_weights(shape, job.adapter, job.precision.activations)
+    zero = isinstance(job.layout, ZeroLayout)
+    shards = 1 if zero and job.layout.stage < 3 else _shards(job)
+    return states.frozen_states(role, base, shards, zero and job.layout.param_offload) + trained
+
+
+def trained_params(shape: ModelShape, job: Job, num_params: float) -> float:
+    """Of ``num_params`` those that an optimizer steps."""
+    return num_params if job.adapter is None else states.lora_params(shape, job.adapter)
 
 
 def _trained(role: Role, shape: ModelShape, job: Job, num_params: float) -> list[Term]:
@@ -290,6 +337,8 @@ def _problems(plan: Plan) -> list[str]:
             f"{worst.phase.value} ({worst.name}) needs {gib(plan.peak)} of each {job.gpu.name}'s {gib(plan.limit)}: "
             f"{gib(plan.peak - plan.limit)} too much; largest: {biggest.label}, {gib(biggest.bytes)}"
         )
+    if job.gpu is not None and job.rank_share is not None:
+        found += _beyond_share(job, plan.moments)
     if job.engine and plan.cache_tokens < job.engine.sequence:
         found.append(
             f"an engine's KV cache has room for {plan.cache_tokens:,.0f} tokens, one response of "
@@ -300,3 +349,19 @@ def _problems(plan: Plan) -> list[str]:
         have = f"a machine with {gib(job.host_memory)}"
         found.append(f"host memory: {gib(plan.host_per_node)} needed on {have}: {gib(over)} too much")
     return found
+
+
+def _beyond_share(job: Job, moments: list[Moment]) -> list[str]:
+    """What a rank's own allocator would refuse, whatever is free."""
+
+    def own(moment: Moment) -> float:
+        mine = (t for t in moment.terms if t.role is not Role.engine and t.component is not Component.context)
+        return sum(term.bytes for term in mine if not term.on_host)
+
+    worst, allowed = max(moments, key=own), job.rank_share * job.gpu.memory
+    if own(worst) <= allowed:
+        return []
+    return [
+        f"{worst.phase.value} ({worst.name}) needs {gib(own(worst))} for a rank's tensors, and "
+        f"trainer.per_process_memory_fraction={job.rank_share:g} leaves it {gib(allowed)} of each {job.gpu.name}"
+    ]

@@ -5,26 +5,26 @@ Imports neither torch nor a GPU library: nvidia-smi says what cards there are, /
 
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rlhf_mp.config.reward_model import FrozenModelConfig
 from rlhf_mp.config.schema import ActorConfig, MegatronConfig, ModelConfig, RunConfig, TrainedModel
 from rlhf_mp.config.task_checks import sequences_per_example
 from rlhf_mp.errors import ConfigError, Problem
 from rlhf_mp.planner import job as planned
-from rlhf_mp.planner.amount import MIB, gib
+from rlhf_mp.planner.amount import MIB
 from rlhf_mp.planner.hardware import Gpu, recognise_gpu
 from rlhf_mp.planner.known_models import find_model
+from rlhf_mp.planner.nearest_fit import chunk_tokens, nearest_fit
 from rlhf_mp.planner.plan import Plan, make_plan
+from rlhf_mp.planner.servers import engine_of, reward_server_of
+from rlhf_mp.planner.states import lora_params
 
 MODEL_KEY = "actor_rollout_ref.model.path"
 SKIP_KEY = "trainer.skip_plan"
-CACHE_WIDTHS = {"fp8_e5m2": 1.0, "fp8_e4m3": 1.0, "bf16": 2.0, "bfloat16": 2.0, "fp4_e2m1": 0.5}
-"""Bytes an element, by SGLang's --kv-cache-dtype."""
-CHUNK_KEY = "actor_rollout_ref.model.logits_chunk_mb"
-LOGIT_BYTES = 4  # of a chunk's float32 logits
 
 
 @dataclass(frozen=True)
@@ -86,15 +86,22 @@ def job_of(config: RunConfig, machine: Machine) -> planned.Job:
         gpu=machine.gpu,
         algorithm=planned_algorithm(config),
         precision=_precision(of_actor),
+        kernels=_kernels(model),
+        adapter=_adapter(of_actor),
         reference=config.needs_reference if samples else trainer.task == "dpo",
         reference_offload=policy.ref.fsdp_config.param_offload,
         scores_old_policy=samples and config.needs_old_logprobs,
         reward_model=find_model(config.reward_model.model.path) if config.reward_model.enable else None,
+        reward_kernels=_kernels(config.reward_model.model),
         reward_offload=config.reward_model.fsdp_config.param_offload,
-        engine=_engine(config, sequence, on_gpu=machine.gpu is not None) if samples else None,
+        reward_quantization=config.reward_model.model.quantization,
+        reward_server=reward_server_of(config) if config.reward_model.served else None,
+        engine=engine_of(config, sequence, on_gpu=machine.gpu is not None) if samples else None,
         bucket_bytes=policy.weight_sync.bucket_mb * 1e6,
         host_memory=machine.host_memory,
         ranks_per_node=trainer.n_gpus_per_node,
+        saves_in_background=trainer.async_save,
+        rank_share=trainer.per_process_memory_fraction,
         workload=planned.Workload(
             prompts=data.train_batch_size,
             responses=policy.rollout.n if samples else sequences_per_example(trainer.task),
@@ -116,6 +123,8 @@ def _critic(config: RunConfig, sequence: int) -> dict[str, Any]:
         "critic_layout": _layout(trained, config.trainer.num_ranks),
         "critic_batch": _batch(trained, config, sequence),
         "critic_precision": _precision(trained),
+        "critic_adapter": _adapter(trained),
+        "critic_kernels": _kernels(trained.model),
     }
 
 
@@ -152,10 +161,9 @@ def _batch(trained: TrainedModel, config: RunConfig, sequence: int) -> planned.B
 
 def _logit_tokens(trained: TrainedModel, vocab: int) -> int | None:
     """Positions whose float32 logits are one chunk."""
-    chunk, slices = trained.model.logits_chunk_mb * 10**6, 1
-    if trained.updates.strategy == "megatron":
-        slices = trained.updates.megatron.tensor_model_parallel_size
-    return max(1, chunk * slices // (LOGIT_BYTES * vocab)) if chunk else None
+    chunk_mb, megatron = trained.model.logits_chunk_mb, trained.updates.strategy == "megatron"
+    slices = trained.updates.megatron.tensor_model_parallel_size if megatron else 1
+    return chunk_tokens(chunk_mb, slices, vocab) if chunk_mb else None
 
 
 def _tokens_of(examples: int, config: RunConfig, sequence: int) -> int:
@@ -166,12 +174,40 @@ def _tokens_of(examples: int, config: RunConfig, sequence: int) -> int:
 
 
 def _precision(trained: TrainedModel) -> planned.Precision:
+    optim = trained.updates.optim
+    name = "sgd-momentum" if optim.optimizer == "sgd" and optim.momentum else optim.optimizer
+    return planned.with_optimizer(_arithmetic(trained), name)
+
+
+def _arithmetic(trained: TrainedModel) -> planned.Precision:
     half = trained.model.dtype == "bfloat16"
     if trained.updates.strategy == "torch":
         return planned.AUTOCAST if half else planned.FP32
     if trained.updates.strategy == "megatron":
         return planned.BF16_FP32_GRADS if half else planned.FP32
     return planned.BF16 if half else planned.FP32
+
+
+def _kernels(model: ModelConfig | FrozenModelConfig) -> planned.Kernels:
+    return planned.EAGER_ATTENTION if model.attn_implementation == "eager" else planned.EAGER
+
+
+def _adapter(trained: TrainedModel) -> planned.Adapter | None:
+    """LoRA's.
+
+    Raises:
+        ConfigError: a target that the planner does not know the size of.
+    """
+    model = trained.model
+    if not model.lora_rank:
+        return None
+    adapter = planned.Adapter(model.lora_rank, tuple(model.target_modules), model.quantization)
+    try:
+        lora_params(find_model(model.path), adapter)
+    except KeyError as error:
+        key, reason = f"{trained.model_key}.target_modules", f"the planner does not know the size of {error}"
+        raise ConfigError([Problem(key, model.target_modules, reason, f"{key}=all-linear")]) from error
+    return adapter
 
 
 def _layout(trained: TrainedModel, num_ranks: int) -> planned.Layout:
@@ -206,44 +242,9 @@ def _megatron_layout(own: MegatronConfig, num_ranks: int) -> planned.MegatronLay
 def _recompute(trained: TrainedModel) -> planned.Recompute:
     if not trained.model.enable_gradient_checkpointing:
         return "none"
-    return trained.updates.megatron.recompute if trained.updates.strategy == "megatron" else "full"
-
-
-def _engine(config: RunConfig, sequence: int, *, on_gpu: bool) -> planned.Engine:
-    rollout = config.actor_rollout_ref.rollout
-    width = 2 if rollout.dtype == "bfloat16" else 4
-    slots = rollout.max_total_tokens
-    if slots is None and not on_gpu:
-        slots = rollout.max_num_seqs * (sequence + 1)  # what the server is told to take on a CPU
-    return planned.Engine(
-        tp=rollout.tensor_model_parallel_size,
-        num_engines=rollout.num_engines,
-        memory_fraction=rollout.gpu_memory_utilization,
-        max_sequences=rollout.max_num_seqs,
-        sequence=sequence,
-        max_cache_tokens=slots,
-        weight_bytes=width,
-        cache_bytes=_cache_width(rollout.engine_args, width),
-        cuda_graphs=on_gpu and not rollout.enforce_eager,
-        graph_batch=max(rollout.cudagraph_capture_sizes or [rollout.max_num_seqs]),
-        prefill_tokens=rollout.max_num_batched_tokens,
-    )
-
-
-def _cache_width(engine_args: dict[str, Any], of_weights: float) -> float:
-    """Bytes of a cached element.
-
-    Raises:
-        ConfigError: a type that SGLang knows and the planner does not.
-    """
-    if "kv_cache_dtype" not in engine_args:
-        return of_weights
-    chosen = engine_args["kv_cache_dtype"]
-    widths = CACHE_WIDTHS | {"auto": of_weights}
-    if chosen not in widths:
-        key = "actor_rollout_ref.rollout.engine_args.kv_cache_dtype"
-        raise ConfigError([Problem(key, chosen, "the planner does not know its size", f"one of {', '.join(widths)}")])
-    return widths[chosen]
+    if trained.updates.strategy == "megatron":
+        return trained.updates.megatron.recompute
+    return "elementwise" if trained.model.recompute == "selective" else "full"
 
 
 def plan_of(config: RunConfig, machine: Machine | None = None) -> Plan:
@@ -277,78 +278,3 @@ def plan_problems(config: RunConfig, machine: Machine | None = None) -> Iterator
     )
     for reason in plan.problems:
         yield Problem(MODEL_KEY, job.model.name, reason, advice)
-
-
-def nearest_fit(job: planned.Job) -> str | None:
-    """The first set of overrides, from the cheapest in speed to the dearest, with which the job fits."""
-    overrides: list[str] = []
-    for words, changed in _cheaper(job):
-        overrides = [word for word in overrides if word.split("=")[0] != words.split("=")[0]] + [words]
-        plan = make_plan(changed)
-        if plan.fits:
-            place = "GPU" if changed.gpu else "rank"
-            return f"{' '.join(overrides)} (then {gib(plan.peak)} a {place} and {gib(plan.host_per_node)} a machine)"
-    return None
-
-
-def _cheaper(job: planned.Job) -> Iterator[tuple[str, planned.Job]]:
-    """Changes that save memory, one after the other, each on top of those before."""
-    if job.batch.logit_tokens is None:
-        chunk_mb = ModelConfig().logits_chunk_mb
-        slices = job.layout.tp if isinstance(job.layout, planned.MegatronLayout) else 1
-        tokens = max(1, chunk_mb * 10**6 * slices // (LOGIT_BYTES * job.model.vocab))
-        job = replace(job, batch=replace(job.batch, logit_tokens=tokens))
-        yield f"{CHUNK_KEY}={chunk_mb}", job
-    models = (Section("actor_rollout_ref.actor", "actor_rollout_ref.model", "batch", "layout"),)
-    if job.critic:
-        models += (Section("critic", "critic.model", "critic_batch", "critic_layout"),)
-    for own in models:
-        batch = getattr(job, own.batch)
-        if batch.recompute == "none":
-            job = replace(job, **{own.batch: replace(batch, recompute="full", recompute_every=1)})
-            yield f"{own.model_key}.enable_gradient_checkpointing=true", job
-    for own in models:
-        batch = getattr(job, own.batch)
-        while batch.tokens // 2 >= batch.sequence:
-            batch = replace(batch, tokens=batch.tokens // 2)
-            job = replace(job, **{own.batch: batch})
-            yield f"{own.key}.ppo_max_token_len_per_gpu={batch.tokens}", job
-    if job.engine and job.gpu:
-        for fraction in (0.4, 0.3, 0.25):
-            if fraction < job.engine.memory_fraction:
-                job = replace(job, engine=replace(job.engine, memory_fraction=fraction))
-                yield f"actor_rollout_ref.rollout.gpu_memory_utilization={fraction}", job
-    yield from _offloaded(job, models)
-
-
-@dataclass(frozen=True)
-class Section:
-    """Where one trained model stands in a config, and in a job."""
-
-    key: str
-    model_key: str
-    batch: str
-    layout: str
-
-
-def _offloaded(job: planned.Job, models: Sequence[Section]) -> Iterator[tuple[str, planned.Job]]:
-    zero = [own for own in models if isinstance(getattr(job, own.layout), planned.ZeroLayout) and job.gpu]
-
-    def changed(own: Section, **layout: object) -> planned.Job:
-        return replace(job, **{own.layout: replace(getattr(job, own.layout), **layout)})
-
-    for own in zero:
-        if getattr(job, own.layout).stage < 3:
-            job = changed(own, stage=3)
-            yield f"{own.key}.deepspeed.zero_stage=3", job
-    for own in zero:
-        if not getattr(job, own.layout).optimizer_offload:
-            job = changed(own, optimizer_offload=True)
-            yield f"{own.key}.fsdp_config.optimizer_offload=true", job
-    if zero and job.reference and not job.reference_offload:
-        job = replace(job, reference_offload=True)
-        yield "actor_rollout_ref.ref.fsdp_config.param_offload=true", job
-    for own in zero:
-        if not getattr(job, own.layout).param_offload:
-            job = changed(own, param_offload=True)
-            yield f"{own.key}.fsdp_config.param_offload=true", job

@@ -9,6 +9,7 @@ from rlhf_mp.planner.hardware import USABLE
 from rlhf_mp.planner.inference import cache_bytes_per_token
 from rlhf_mp.planner.job import Job
 from rlhf_mp.planner.plan import Moment, Plan, node_bytes
+from rlhf_mp.planner.states import lora_params
 from rlhf_mp.planner.term import Term, total
 
 
@@ -41,11 +42,17 @@ def headline(job: Job) -> str:
     if job.gpu:
         size = f"{job.gpu.memory / GIB:.1f} GiB = {job.gpu.memory / GB:.1f} GB each"
         place = f"{job.layout.num_ranks} x {job.gpu.name} ({size})"
-    adapter = f", {'Q' if job.adapter.quantization else ''}LoRA rank {job.adapter.rank}" if job.adapter else ""
+    adapter = f", {_adapter(job)}" if job.adapter else ""
     return (
         f"{job.model.name}: {job.model.num_params:,} parameters, {job.algorithm}{adapter}, {job.precision.name}, "
         f"{job.layout}, {job.batch.tokens:,} tokens a micro-batch, recompute {job.batch.recompute}\non {place}"
     )
+
+
+def _adapter(job: Job) -> str:
+    trained = lora_params(job.model, job.adapter)
+    share = trained / job.model.num_params
+    return f"{'Q' if job.adapter.quantization else ''}LoRA rank {job.adapter.rank} ({trained:,} trained, {share:.2%})"
 
 
 def verdict(plan: Plan) -> list[str]:

@@ -3,7 +3,16 @@
 import math
 
 from rlhf_mp.planner.amount import Amount, amount, larger, smaller
-from rlhf_mp.planner.job import BF16_FP32_GRADS, Adapter, Layout, MegatronLayout, Precision, TorchLayout, ZeroLayout
+from rlhf_mp.planner.job import (
+    ALL_LINEAR,
+    BF16_FP32_GRADS,
+    Adapter,
+    Layout,
+    MegatronLayout,
+    Precision,
+    TorchLayout,
+    ZeroLayout,
+)
 from rlhf_mp.planner.model_shape import ModelShape
 from rlhf_mp.planner.term import Component, Role, Term
 
@@ -11,6 +20,12 @@ SUB_GROUP = 10**9
 """Elements whose float32 gradients exist at once in ZeRO-3's optimizer step (DeepSpeed's sub_group_size)."""
 REUSE_DISTANCE = 10**9
 """Elements within which ZeRO-3 keeps a weight whole for its next use (DeepSpeed's stage3_max_reuse_distance)."""
+
+SAME_SIDES = {
+    "out_proj": "o_proj", "dense": "o_proj", "fc1": "up_proj", "fc2": "down_proj",
+    "dense_h_to_4h": "up_proj", "dense_4h_to_h": "down_proj",
+}  # fmt: skip
+"""Matrices of other architectures, by what Llama's of the same size are called."""
 
 
 def trained_states(role: Role, num_params: float, layout: Layout, precision: Precision) -> list[Term]:
@@ -37,6 +52,19 @@ def trained_states(role: Role, num_params: float, layout: Layout, precision: Pre
     elif offload:  # DeepSpeed steps on a float32 copy of them
         terms.append(Term(role, Component.gradients, share(4, 1), True))
     return [term for term in terms if term.bytes]
+
+
+def checkpoint_copy(role: Role, trained: list[Term], layout: Layout) -> Term:
+    """In host memory, what is still to be written of a checkpoint while training goes on (train/snapshot.py).
+
+    ZeRO-3 writes no weights but their master copy, and no backend its gradients.
+    """
+    written = {Component.weights, Component.master, Component.optimizer}
+    if isinstance(layout, ZeroLayout) and layout.stage == 3:
+        written.remove(Component.weights)
+    copied = [term for term in trained if term.component in written]
+    names = " + ".join(term.component.value for term in copied)
+    return Term(role, Component.checkpoint, Amount(sum(t.bytes for t in copied), f"a copy of {names}"), on_host=True)
 
 
 def reduce_bucket(role: Role, layout: Layout, precision: Precision) -> list[Term]:
@@ -135,13 +163,19 @@ def frozen_states(role: Role, weights: Amount, num_ranks: int, offload: bool) ->
 
 
 def lora_params(shape: ModelShape, adapter: Adapter) -> int:
-    """Elements of all adapters: rank x (rows + columns) for each matrix."""
+    """Elements of all adapters: rank x (rows + columns) for each matrix.
+
+    Raises:
+        KeyError: a target that is no matrix of any known architecture.
+    """
     h, q, k, f = shape.hidden, shape.q_dim, shape.kv_dim, shape.ffn
-    sides = {"q": h + q, "k": h + k, "v": h + k, "o": q + h, "up": h + f, "down": f + h}
+    sides = {"q_proj": h + q, "k_proj": h + k, "v_proj": h + k, "o_proj": q + h, "up_proj": h + f, "down_proj": f + h}
     if shape.gated:
-        sides["gate"] = h + f
-    chosen = {"all-linear": list(sides), "attention": ["q", "k", "v", "o"], "qv": ["q", "v"]}[adapter.targets]
-    return shape.layers * adapter.rank * sum(sides[name] for name in chosen)
+        sides["gate_proj"] = h + f
+    fused = {"qkv_proj": h + q + 2 * k, "query_key_value": h + q + 2 * k, "gate_up_proj": h + 2 * f}
+    chosen = sides if adapter.targets == ALL_LINEAR else adapter.targets
+    known = sides | fused | {other: sides[name] for other, name in SAME_SIDES.items()}
+    return shape.layers * adapter.rank * sum(known[name] for name in chosen)
 
 
 def nf4_bytes(*, double_quantized: bool = True, block: int = 64, second_block: int = 256) -> float:
@@ -153,17 +187,26 @@ def nf4_bytes(*, double_quantized: bool = True, block: int = 64, second_block: i
     return (4 + scale) / 8
 
 
-def base_weights(shape: ModelShape, adapter: Adapter) -> Amount:
-    """The frozen model under adapters; embeddings, norms and head stay bfloat16 when its matrices are quantized."""
+def base_weights(shape: ModelShape, adapter: Adapter, width: float = 2) -> Amount:
+    """The frozen model under adapters; embeddings, norms and head keep their type when its matrices are quantized.
+
+    Args:
+        width: bytes of an element that is not quantized.
+    """
     if adapter.quantization is None:
-        return amount(2, "bytes").times(shape.num_params, "parameters")
+        return amount(width, "bytes").times(shape.num_params, "parameters")
     each = nf4_bytes() if adapter.quantization == "nf4" else 1 + 4 / shape.hidden  # int8: a float32 scale per row
     rest = shape.num_params - shape.linear_params
     quantized = amount(each, "bytes").times(shape.linear_params, f"{adapter.quantization} parameters")
-    return quantized + amount(2, "bytes").times(rest, "other parameters")
+    return quantized + amount(width, "bytes").times(rest, "other parameters")
 
 
 def dequantized(shape: ModelShape) -> Amount:
     """The one quantized matrix that is unpacked to be used."""
     largest = larger(amount(shape.hidden * shape.ffn, "elements"), amount(shape.hidden * shape.q_dim, "elements"))
     return largest.times(2, "bytes")
+
+
+def merged(shape: ModelShape) -> Amount:
+    """The one matrix to which its adapter is added, in float32."""
+    return amount(4, "bytes").times(max(shape.hidden * shape.ffn, shape.hidden * shape.q_dim), "of the largest matrix")

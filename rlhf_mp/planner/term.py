@@ -15,6 +15,7 @@ class Component(Enum):
     logits = "logits"
     gathered = "gathered weights"  # whole while they are used; sharded or in host memory otherwise
     buckets = "gradients in flight"
+    checkpoint = "checkpoint being written"
     kv_cache = "KV cache"
     sync_bucket = "sync bucket"
     cuda_graphs = "graphs and workspace"
@@ -28,6 +29,7 @@ class Role(Enum):
     reference = "reference"
     reward_model = "reward model"
     engine = "engine"
+    reward_server = "reward server"
     process = "process"
 
 

@@ -70,7 +70,7 @@ def step_time(plan: Plan, workload: Workload) -> StepTime:
         seconds[Phase.score] = scorings * _pass_seconds(job, workload.num_tokens, forward_flops(job.model, sequence), 1)
     models = 1 + (job.critic is not None)
     hardware = training_flops(job.model, sequence, recompute=job.batch.recompute)
-    passes = 3 if job.batch.recompute == "full" else 2
+    passes = 3 if job.batch.recompute in ("full", "elementwise") else 2
     updates = workload.num_tokens * workload.epochs * models
     seconds[Phase.train] = _pass_seconds(job, updates, hardware, passes, TRAIN_EFFICIENCY) + _step_seconds(job) * models
     needed = training_flops(job.model, sequence) * updates

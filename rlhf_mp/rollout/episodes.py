@@ -29,6 +29,7 @@ class Episode:
     mask: list[bool] = field(default_factory=list)  # False: the environment's
     finish_reason: FinishReason = "stop"
     version: int = -1  # the oldest that sampled a turn
+    versions: list[int] = field(default_factory=list)  # of each token; the environment's have that of the turn before
     num_turns: int = 0
     last_turn: list[int] = field(default_factory=list)
     paid: float = 0.0
@@ -39,12 +40,14 @@ class Episode:
         self.ids += ids
         self.logprobs += [0.0] * len(ids)
         self.mask += [False] * len(ids)
+        self.versions += [self.versions[-1] if self.versions else self.version] * len(ids)
 
     def say(self, turn: Completion) -> None:
         """Tokens that the policy chose, exactly as sampled."""
         self.ids += turn.ids
         self.logprobs += turn.logprobs
         self.mask += [True] * len(turn.ids)
+        self.versions += turn.token_versions
         self.last_turn = turn.ids
         self.version = turn.version if self.num_turns == 0 else min(self.version, turn.version)
         self.num_turns += 1

@@ -2,16 +2,16 @@
 
 import asyncio
 import hashlib
-from collections.abc import Coroutine, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from rlhf_mp.data.prompts import Prompt
-from rlhf_mp.data.types import Trajectory
+from rlhf_mp.data.types import Sums, Trajectory
 from rlhf_mp.rewards.base import Response
 from rlhf_mp.rewards.weighted import Worth
-from rlhf_mp.rollout.base import RolloutEngine, SamplingParams
+from rlhf_mp.rollout.base import Engines, FixedEngines, RewardServers, RolloutEngine, SamplingParams
 from rlhf_mp.rollout.episodes import Episode, Episodes
+from rlhf_mp.rollout.stragglers import first_complete
 
 T = TypeVar("T")
 
@@ -35,7 +35,7 @@ def response_seed(run_seed: int, step: int, group: int, response: int) -> int:
 
 
 class Sampler:
-    """Sends each group to the engine with the fewest responses in flight; all turns of an episode to the same.
+    """Sends each group to one engine, with all turns of its episodes.
 
     Args:
         episodes: how responses of several turns come about; None: every response is one turn.
@@ -43,20 +43,27 @@ class Sampler:
 
     def __init__(self, decoder: Decoder, reward: Judge, episodes: Episodes | None = None):
         self._decoder, self._reward, self._episodes = decoder, reward, episodes
-        self.connect([])
+        self.engines: Engines = FixedEngines([])
+        self.reward_servers: RewardServers | None = None  # None: nobody scores while sampling goes on
 
-    def connect(self, engines: Sequence[RolloutEngine]) -> None:
-        self.engines = list(engines)
-        self._in_flight = [0] * len(self.engines)
+    def connect(self, engines: Engines, reward_servers: RewardServers | None = None) -> None:
+        self.engines, self.reward_servers = engines, reward_servers
+
+    def metrics(self) -> Sums:
+        """What happened to the servers since this was asked last."""
+        scoring = self.reward_servers.metrics() if self.reward_servers else {}
+        return self.engines.metrics() | scoring
 
     async def group(
         self, prompt: Prompt, params: SamplingParams, seeds: Sequence[int | None], group_id: int
     ) -> list[Trajectory]:
         """One response per seed, with rewards."""
-        with self._least_loaded(len(seeds)) as engine:
-            responses = await self._sampled(engine, prompt, params, seeds)
-        judged = await self._reward.score(
-            prompt, [Response(self.text(r.last_turn), sum(r.mask), r.paid, r.failure) for r in responses]
+        responses = await self.engines.run(len(seeds), lambda engine: self._sampled(engine, prompt, params, seeds))
+        judged, rm_scores = await asyncio.gather(
+            self._reward.score(
+                prompt, [Response(self.text(r.last_turn), sum(r.mask), r.paid, r.failure) for r in responses]
+            ),
+            self._rm_scores(prompt, responses),
         )
         return [
             Trajectory(
@@ -71,9 +78,21 @@ class Sampler:
                 scores=worth.scores,
                 source=prompt.source,
                 num_turns=r.num_turns,
+                token_versions=r.versions,
+                rm_score=rm_score,
             )
-            for r, worth in zip(responses, judged, strict=True)
+            for r, worth, rm_score in zip(responses, judged, rm_scores, strict=True)
         ]
+
+    async def _rm_scores(self, prompt: Prompt, responses: Sequence[Episode]) -> list[float] | list[None]:
+        """Equal responses are scored once: in another batch rounding would make a difference between them."""
+        if self.reward_servers is None:
+            return [None] * len(responses)
+        whole = [(*prompt.ids, *r.ids) for r in responses]
+        different = [*dict.fromkeys(whole)]
+        found = await self.reward_servers.run(len(different), lambda server: server.score(different))
+        score_of = dict(zip(different, found, strict=True))
+        return [score_of[sequence] for sequence in whole]
 
     async def groups(
         self, prompts: Sequence[Prompt], params: SamplingParams, seeds: Sequence[Sequence[int | None]]
@@ -82,6 +101,18 @@ class Sampler:
         return await together(
             self.group(prompt, params, own, group_id)
             for group_id, (prompt, own) in enumerate(zip(prompts, seeds, strict=True))
+        )
+
+    async def first_groups(
+        self, prompts: Sequence[Prompt], params: SamplingParams, seeds: Sequence[Sequence[int | None]], num: int
+    ) -> dict[int, list[Trajectory]]:
+        """The ``num`` groups that are complete first, by their positions; the others are aborted."""
+        return await first_complete(
+            (
+                self.group(prompt, params, own, group_id)
+                for group_id, (prompt, own) in enumerate(zip(prompts, seeds, strict=True))
+            ),
+            num,
         )
 
     async def _sampled(
@@ -94,15 +125,6 @@ class Sampler:
         for episode, completion in zip(episodes, await engine.generate(prompt.ids, params, seeds), strict=True):
             episode.say(completion)
         return episodes
-
-    @contextmanager
-    def _least_loaded(self, num_responses: int) -> Iterator[RolloutEngine]:
-        index = min(range(len(self.engines)), key=self._in_flight.__getitem__)
-        self._in_flight[index] += num_responses
-        try:
-            yield self.engines[index]
-        finally:
-            self._in_flight[index] -= num_responses
 
     def text(self, ids: list[int]) -> str:
         return self._decoder.decode(ids, skip_special_tokens=True)

@@ -6,8 +6,11 @@
    every attention backend has. The same prompt and seed give the same tokens whatever else is in the batch, up to
    rounding of the logits.
 4. On CPU, attention of a decode step for many sequences at once (``batched_attention.py``).
+5. A reward model's head has no bias but its checkpoint's.
+6. A pause that gives up responses in flight returns as soon as they are gone; SGLang's own looks once a second.
 """
 
+import asyncio
 import os
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +19,7 @@ ACTIVE = "RLHF_MP_ENGINE"  # set in the environment of the servers we start
 BUCKET_FORMAT = "rlhf_mp.bucket"
 BEGIN_FORMAT = "rlhf_mp.begin"
 COMMIT_FORMAT = "rlhf_mp.commit"
+PAUSE_LOOK_S = 0.005
 
 
 def install() -> None:
@@ -41,8 +45,20 @@ def install() -> None:
         HookType.AFTER,
     )
     HookRegistry.register("sglang.srt.layers.sampler.multinomial_with_seed", draw_on_cpu, around)
+    HookRegistry.register("sglang.srt.managers.tokenizer_manager.TokenizerManager.pause_generation", pause_soon, around)
     backend = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
     HookRegistry.register(f"{backend}._run_sdpa_forward_decode", batched_attention.decode, around)
+
+
+async def pause_soon(original: Callable, manager: Any, request: Any) -> None:
+    """Around SGLang's pause, in the process that takes requests."""
+    if request.mode != "abort":
+        return await original(manager, request)
+    async with manager.is_pause_cond:  # new requests wait behind it
+        manager.is_pause = True
+        while await manager.model_update_lock.is_locked():  # by the requests in flight
+            manager.abort_request(abort_all=True)  # again and again: one may still be on its way to the scheduler
+            await asyncio.sleep(PAUSE_LOOK_S)
 
 
 def watch(receiver: Any) -> Callable:
@@ -50,12 +66,20 @@ def watch(receiver: Any) -> Callable:
 
     def load(original: Callable, model: Any, weights: Any, target_device: Any) -> None:
         if not hasattr(model, "rlhf_mp_watched"):
+            clear_bias(model)
             plain = model.load_weights
             model.load_weights = lambda weights, *args, **kwargs: plain(receiver.arriving(weights), *args, **kwargs)
             model.rlhf_mp_watched = True
         original(model, weights, target_device)
 
     return load
+
+
+def clear_bias(model: Any) -> None:
+    """Of a reward model's head: SGLang gives Qwen's one that no checkpoint has, and leaves its random start in it."""
+    bias = getattr(getattr(model, "score", None), "bias", None)
+    if bias is not None:
+        bias.data.zero_()
 
 
 def record_loading(receiver: Any) -> Callable:

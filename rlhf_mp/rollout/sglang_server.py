@@ -1,5 +1,6 @@
 """One SGLang server as a child process: its command line, its environment, its life."""
 
+import contextlib
 import ctypes
 import json
 import os
@@ -14,9 +15,10 @@ import urllib.error
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rlhf_mp.cluster import guard
+from rlhf_mp.cluster.processes import alive_in_group
 from rlhf_mp.config.schema import RolloutConfig
 from rlhf_mp.errors import EngineError
 from rlhf_mp.rollout.sglang_plugin import ACTIVE
@@ -30,6 +32,10 @@ GRPC_OFFSET = 10_000  # the server also listens at port + 10000
 WITHOUT_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a cluster's proxy can't reach engines
 
 
+Kind = Literal["engine", "reward_server"]
+"""Engines sample from the policy, reward servers score with the reward model."""
+
+
 @dataclass(frozen=True)
 class ServerPlan:
     """Everything that decides one server's command line."""
@@ -40,6 +46,17 @@ class ServerPlan:
     gpus: tuple[int | str, ...]  # ids on its node, as CUDA_VISIBLE_DEVICES has them; empty on CPU
     seed: int
     node: int = 0  # number of its machine
+    cores: tuple[int, ...] = ()  # all of its processes keep to these; empty: to any
+    kind: Kind = "engine"
+
+    @property
+    def name(self) -> str:
+        return server_name(self.kind, self.index)
+
+
+def server_name(kind: Kind, index: int) -> str:
+    """What people read of a server; it is the so-manieth of its kind."""
+    return f"SGLang {kind.replace('_', ' ')} {index}"
 
 
 @dataclass(frozen=True)
@@ -102,11 +119,13 @@ def server_environment(plan: ServerPlan, tensor_parallel: int, inherited: dict[s
     """A server's whole environment, built from nothing."""
     kept = {k: v for k, v in inherited.items() if k in INHERITED or k.startswith(INHERITED_PREFIXES)}
     own = {ACTIVE: "1", "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if plan.kind == "reward_server":  # a whole sequence is its input, and SGLang wants context left after an input
+        own["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
     if not plan.on_cpu:
         return kept | own | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, plan.gpus))}
     own |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
     if tensor_parallel > 1:  # one part per worker; SGLang refuses the variable when there is one
-        cores = sorted(os.sched_getaffinity(0))
+        cores = plan.cores or sorted(os.sched_getaffinity(0))
         own["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[i % len(cores)]) for i in range(tensor_parallel))
     return kept | own
 
@@ -134,15 +153,18 @@ def private_file(content: dict[str, str]) -> Path:
     return Path(name)
 
 
-def _die_with_parent() -> None:
+def _begin(cores: tuple[int, ...]) -> None:
+    """In the child, before the server: end with the parent, keep to ``cores``."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if cores:
+        os.sched_setaffinity(0, cores)
 
 
 class SGLangServer:
     """Starts on construction. The process that made it must keep the thread that did: Linux ends the child with it."""
 
     def __init__(self, plan: ServerPlan, rollout: RolloutConfig, context: int, log_file: Path, host: str = "127.0.0.1"):
-        self.name = f"SGLang engine {plan.index}"
+        self.name = plan.name
         self.log_file = log_file
         self.address = Address(f"http://{host}:{free_port()}", secrets.token_hex(16))
         port = self.address.url.rsplit(":", 1)[1]
@@ -159,7 +181,7 @@ class SGLangServer:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
+                preexec_fn=lambda: _begin(plan.cores),
             )
 
     def wait_ready(self, timeout_s: float) -> None:
@@ -178,8 +200,12 @@ class SGLangServer:
         self._keys.unlink(missing_ok=True)
 
     def _answers(self) -> bool:
+        """It samples; and it knows our key, so it is not another server that has got the port meanwhile."""
+        return self._asked("/health_generate") and self._asked("/server_info")
+
+    def _asked(self, path: str) -> bool:
         request = urllib.request.Request(
-            f"{self.address.url}/health_generate", headers={"Authorization": f"Bearer {self.address.key}"}
+            self.address.url + path, headers={"Authorization": f"Bearer {self.address.key}"}
         )
         try:
             with WITHOUT_PROXY.open(request, timeout=10) as response:
@@ -206,6 +232,14 @@ class SGLangServer:
                 self.process.wait(grace_s)
             except subprocess.TimeoutExpired:
                 continue
+
+    def kill(self, patience_s: float = 10.0) -> None:
+        """End the server and its workers at once, stopped or hanging ones too; a GPU's memory is free afterwards."""
+        deadline = time.monotonic() + patience_s
+        while alive_in_group(self.process.pid) and time.monotonic() < deadline:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            time.sleep(0.05)
 
 
 def describe_exit(code: int) -> str:

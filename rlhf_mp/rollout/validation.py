@@ -19,6 +19,7 @@ class Judged:
     reward: float
     num_tokens: int
     vote: str  # the answer it gives; equal answers vote together
+    rm_score: float | None = None  # the reward model's, where it is served by SGLang
 
     @property
     def solved(self) -> bool:
@@ -39,7 +40,9 @@ def validation_metrics(files: Mapping[str, Sequence[Sequence[Judged]]]) -> Sums:
 
 
 def group_metrics(groups: Sequence[Sequence[Judged]]) -> Sums:
-    """Of one response to a prompt: how often it is right, and its reward. Of n responses also, for each prompt:
+    """Of one response to a prompt: how often it is right, and its reward; the mean score of a served reward model.
+
+    Of n responses also, for each prompt:
 
     pass@k: the chance that one of k responses is right, for k of 2, 4, 8, ... and n; accuracy is pass@1.
     mean@n: their mean reward.
@@ -51,6 +54,9 @@ def group_metrics(groups: Sequence[Sequence[Judged]]) -> Sums:
         "reward_mean": (sum(r.reward for r in responses), len(responses)),
         "response_length_mean": (sum(r.num_tokens for r in responses), len(responses)),
     }
+    rm_scores = [r.rm_score for r in responses if r.rm_score is not None]
+    if rm_scores:
+        metrics["rm_score_mean"] = (sum(rm_scores), len(rm_scores))
     n = min(map(len, groups), default=0)
     if n > 1:
         for k in [*(2**i for i in range(1, n.bit_length()) if 2**i < n), n]:

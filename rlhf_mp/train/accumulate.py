@@ -57,9 +57,17 @@ def losses(
             output = settings.head.forward(module, batch)
             loss, metrics = loss_fn(output, batch, totals)
         add(metrics)
-        yield loss
+        yield contagious(loss)
     if offload:
         add({"activation_offload_gb": (torch.tensor(offload.num_bytes / 1e9), torch.tensor(1.0))})
+
+
+def contagious(loss: Tensor) -> Tensor:
+    """``loss``, and where it is no finite number its gradient is none either.
+
+    So the gradient's norm, which all ranks have in common, tells them all to skip the step, with no further collective.
+    """
+    return loss * torch.where(loss.detach().isfinite(), torch.ones_like(loss), torch.full_like(loss, torch.nan))
 
 
 class MetricSums:

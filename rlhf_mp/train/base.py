@@ -1,13 +1,14 @@
 """What a training backend must do. TorchEngine is the smallest thing that does it, and the oracle for the others."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlhf_mp.data.types import LossFn, Sums, TokenBatch, Totals
+from rlhf_mp.models.merge import Stored
 from rlhf_mp.planner.term import Component
 
 
@@ -43,6 +44,18 @@ def unobserved(micro_batches: Sequence[TokenBatch]) -> None:
     """Nobody looks."""
 
 
+class Writing(Protocol):
+    """What one rank has still to write of a checkpoint."""
+
+    def write(self) -> None:
+        """In any thread, with no collective."""
+        ...
+
+    def finish(self) -> None:
+        """Collective, once every rank has written."""
+        ...
+
+
 class TrainEngine(Scorer, Protocol):
     before_step: Callable[[Sequence[TokenBatch]], None]
     """Called in ``train_step`` when the gradients are whole, with its micro-batches; ``unobserved`` unless set."""
@@ -50,9 +63,12 @@ class TrainEngine(Scorer, Protocol):
     def train_step(self, micro_batches: Sequence[TokenBatch], totals: Totals, loss_fn: LossFn) -> Sums:
         """Forward and backward over ``micro_batches``, then exactly one optimizer step.
 
+        Where a loss or the gradient of any rank is no finite number the step is skipped on all of them: weights,
+        optimizer and learning rate stay as they are.
+
         Returns:
             The loss function's metrics summed over this rank's micro-batches, plus ``grad_norm`` (global, before
-            clipping) and ``lr``.
+            clipping; no finite number when the step was skipped) and ``lr``.
         """
         ...
 
@@ -64,4 +80,18 @@ class TrainEngine(Scorer, Protocol):
         """Write weights, optimizer and scheduler so that ``load`` continues bit-identically at this world size."""
         ...
 
+    def snapshot(self, directory: Path) -> Writing:
+        """Collective. Copy to host memory what ``save`` would write there, to be written later."""
+        ...
+
     def load(self, directory: Path) -> None: ...
+
+
+class ModuleEngine(TrainEngine, Protocol):
+    """One whose model is a plain module, which may have an adapter."""
+
+    module: nn.Module
+
+    def full(self, stored: Iterable[Stored]) -> Iterator[tuple[str, Tensor]]:
+        """Collective. Tensors computed of whole parameters; each is valid until the next is requested."""
+        ...

@@ -11,6 +11,7 @@ from rlhf_mp.models.hf import DTYPES
 from rlhf_mp.train.accumulate import ForwardSettings
 from rlhf_mp.train.activation_offload import decoder_layers
 from rlhf_mp.train.base import ParallelLayout, Scorer, TrainEngine
+from rlhf_mp.train.checkpointing import checkpoint_layers
 
 
 def forward_settings(model: ModelConfig, trained: TrainedConfig, head: Head, device: torch.device) -> ForwardSettings:
@@ -26,23 +27,27 @@ def forward_settings(model: ModelConfig, trained: TrainedConfig, head: Head, dev
 def model_builder(
     model: ModelConfig, strategy: str, head: Head, *, checkpointing: bool = False
 ) -> Callable[[], nn.Module]:
-    # The torch backend keeps float32 weights and computes in less; DeepSpeed keeps its own float32 copy.
-    weights = "float32" if strategy == "torch" else model.dtype
+    # The torch backend keeps float32 of what it trains and computes in less; DeepSpeed keeps its own float32 copy.
+    trained = DTYPES["float32" if strategy == "torch" else model.dtype]
+    weights = DTYPES[model.dtype] if model.lora_rank else trained
 
     def build() -> nn.Module:
-        module = head.load(model.path, DTYPES[weights], trust_remote_code=model.trust_remote_code)
+        module = head.load(
+            model.path,
+            weights,
+            attention=model.attn_implementation,
+            quantization=model.quantization,
+            trust_remote_code=model.trust_remote_code,
+        )
         if checkpointing:
-            checkpoint_layers(module, every=model.checkpoint_every_n_layers)
+            checkpoint_layers(module, every=model.checkpoint_every_n_layers, recompute=model.recompute)
+        if model.lora_rank:
+            from rlhf_mp.models.lora import add_adapter
+
+            add_adapter(module, decoder_layers(module), model, head, trained)
         return module
 
     return build
-
-
-def checkpoint_layers(module: nn.Module, *, every: int) -> None:
-    """Recompute every so-many-th layer in the backward pass, from the first on; the others keep their activations."""
-    module.gradient_checkpointing_enable({"use_reentrant": False})
-    for index, layer in enumerate(decoder_layers(module)):
-        layer.gradient_checkpointing = index % every == 0
 
 
 def make_engine(
@@ -127,7 +132,13 @@ def make_critic(config: RunConfig, device: torch.device, num_updates: int) -> Tr
 def make_reward_scorer(config: RunConfig, device: torch.device) -> Scorer:
     """The frozen reward model, spread over the ranks as the actor is."""
     own, actor = config.reward_model, config.actor_rollout_ref.actor
-    model = ModelConfig(own.model.path, own.model.dtype, trust_remote_code=own.model.trust_remote_code)
+    model = ModelConfig(
+        own.model.path,
+        own.model.dtype,
+        attn_implementation=own.model.attn_implementation,
+        trust_remote_code=own.model.trust_remote_code,
+        quantization=own.model.quantization,
+    )
     head = RewardHead(packed=own.model.use_remove_padding)
     return make_scorer(model, actor, OffloadConfig(param_offload=own.fsdp_config.param_offload), head, device)
 
@@ -142,8 +153,13 @@ def common_layout(config: RunConfig) -> ParallelLayout | None:
     return None
 
 
-def make_reference(config: RunConfig, device: torch.device) -> Scorer:
+def make_reference(config: RunConfig, device: torch.device, actor: TrainEngine) -> Scorer:
+    """The model that training starts from; under an adapter it is still there."""
     policy = config.actor_rollout_ref
+    if policy.model.lora_rank:
+        from rlhf_mp.train.adapted import BaseScorer
+
+        return BaseScorer(actor)
     return make_scorer(policy.model, policy.actor, policy.ref.fsdp_config, policy_head(config), device)
 
 

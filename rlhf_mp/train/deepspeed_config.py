@@ -11,19 +11,25 @@ def train_config(trained: TrainedConfig, *, dtype: str, on_cpu: bool) -> dict[st
     One of our optimizer steps is one of DeepSpeed's: the engine sets the accumulation boundary itself, because
     steps have different numbers of micro-batches.
     """
-    optim = trained.optim
-    offload = trained.fsdp_config.optimizer_offload
-    optimizer = {"lr": optim.lr, "betas": list(optim.betas), "eps": optim.eps, "weight_decay": optim.weight_decay}
-    if on_cpu and not offload:
-        # DeepSpeed's "fused" Adam on CPU recomputes its bias correction after a restart and drifts; torch's does not.
-        optimizer["torch_adam"] = True
     return {
         **_common(dtype),
         "zero_optimization": zero_section(trained, trained.fsdp_config),
-        "optimizer": {"type": "AdamW", "params": optimizer},
+        "optimizer": optimizer_section(trained, on_cpu=on_cpu),
         "gradient_clipping": trained.grad_clip,  # explicit: DeepSpeed's own default is 1.0, not off
         "zero_allow_untested_optimizer": True,
     }
+
+
+def optimizer_section(trained: TrainedConfig, *, on_cpu: bool) -> dict[str, Any]:
+    optim = trained.optim
+    common = {"lr": optim.lr, "weight_decay": optim.weight_decay}
+    if optim.optimizer == "sgd":  # torch's; DeepSpeed has none of its own, and steps this one on the host, too
+        return {"type": "SGD", "params": common | {"momentum": optim.momentum}}
+    params = common | {"betas": list(optim.betas), "eps": optim.eps}
+    if on_cpu and not trained.fsdp_config.optimizer_offload:
+        # DeepSpeed's "fused" Adam on CPU recomputes its bias correction after a restart and drifts; torch's does not.
+        params["torch_adam"] = True
+    return {"type": "AdamW", "params": params}
 
 
 def score_config(trained: TrainedConfig, fsdp: OffloadConfig, *, dtype: str) -> dict[str, Any]:

@@ -4,7 +4,7 @@
 building, and transformers would otherwise import dynamo right in the middle of that.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import deepspeed
 import torch
 import torch._dynamo
 import torch.distributed as dist
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
 from deepspeed.utils import logger as deepspeed_logger
 from torch import Tensor, nn
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
@@ -19,13 +20,15 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deep
 from rlhf_mp.config.schema import OffloadConfig, TrainedConfig
 from rlhf_mp.data.types import LossFn, Sums, TokenBatch, Totals
 from rlhf_mp.errors import CheckpointError
+from rlhf_mp.models.merge import Stored, checkpoint_tensors
 from rlhf_mp.planner.term import Component
-from rlhf_mp.train import accumulate
+from rlhf_mp.train import accumulate, deepspeed_universal
 from rlhf_mp.train.accumulate import ForwardSettings, MetricSums
-from rlhf_mp.train.base import ParallelLayout, unobserved
+from rlhf_mp.train.base import ParallelLayout, Writing, unobserved
 from rlhf_mp.train.deepspeed_config import score_config, train_config
 from rlhf_mp.train.deepspeed_tensors import deepspeed_tensors
 from rlhf_mp.train.optimizer import learning_rate_factor
+from rlhf_mp.train.snapshot import Snapshot
 
 TAG = "engine"
 GATHER_ELEMENTS = 50_000_000  # gathered at once for export: one at a time is several times slower
@@ -132,40 +135,116 @@ class DeepSpeedEngine:
             self.engine.backward(loss * self.layout.dp_size)
         # Stage 0 in float32 is plain data parallelism: DeepSpeed has no optimizer of its own there that knows the norm.
         plain = self.stage == 0 and not self.engine.bfloat16_enabled()
-        norm = nn.utils.get_total_norm(p.grad for p in self.engine.module.parameters()) if plain else None
+        trained = (p for p in self.module.parameters() if p.requires_grad)
+        norm = nn.utils.get_total_norm(p.grad for p in trained) if plain else None
         self.before_step(micro_batches)
-        self.engine.step()
+        if norm is None or norm.isfinite():  # where DeepSpeed knows the norm it skips such a step by itself
+            self.engine.step()
+        else:
+            self.engine.zero_grad()
         norm = float(self.engine.get_global_grad_norm() if norm is None else norm)
         own = sums.result() if self.layout.is_output_rank else {}
         return own | {"grad_norm": (norm, 1), "lr": (lr, 1)}
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Collective. ZeRO-3 gathers a bucket of parameters at a time, in the same order on all ranks."""
-        for bucket in self._buckets():
-            params = [p for _, p in bucket]
-            with deepspeed.zero.GatheredParameters(params) if self.stage == 3 else nullcontext():
-                yield from bucket
+    @property
+    def module(self) -> nn.Module:
+        return self.engine.module
 
-    def _buckets(self) -> Iterator[list[tuple[str, nn.Parameter]]]:
-        bucket: list[tuple[str, nn.Parameter]] = []
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        return self.full(checkpoint_tensors(self.module))
+
+    def full(self, stored: Iterable[Stored]) -> Iterator[tuple[str, Tensor]]:
+        """Collective. ZeRO-3 gathers a bucket of parameters at a time, in the same order on all ranks."""
+        for bucket in self._buckets(stored):
+            params = [part for tensor in bucket for part in tensor.parts]
+            with deepspeed.zero.GatheredParameters(params) if self.stage == 3 else nullcontext():
+                yield from ((tensor.name, tensor.value()) for tensor in bucket)
+
+    def _buckets(self, stored: Iterable[Stored]) -> Iterator[list[Stored]]:
+        bucket: list[Stored] = []
         used = 0
-        for name, param in self.engine.module.named_parameters():
-            size = param.ds_numel if self.stage == 3 else param.numel()
+        for tensor in stored:
+            size = sum(part.ds_numel if self.stage == 3 else part.numel() for part in tensor.parts)
             if bucket and used + size > GATHER_ELEMENTS:
                 yield bucket
                 bucket, used = [], 0
-            bucket.append((name, param))
+            bucket.append(tensor)
             used += size
         yield bucket
 
     def save(self, directory: Path) -> None:
-        self.engine.save_checkpoint(str(directory), tag=TAG)
+        self.engine.save_checkpoint(str(directory), tag=TAG, exclude_frozen_parameters=True)
+
+    def snapshot(self, directory: Path) -> Writing:
+        writer, copies = self.engine.checkpoint_engine, _HostCopies()
+        self.engine.checkpoint_engine = copies
+        try:
+            self.save(directory)
+        finally:
+            self.engine.checkpoint_engine = writer
+        return copies.taken
 
     def load(self, directory: Path) -> None:
-        path, _ = self.engine.load_checkpoint(str(directory), tag=TAG)
+        with self._resharded(directory) as tag:
+            path, _ = self.engine.load_checkpoint(str(directory), tag=tag)
         if path is None:  # DeepSpeed only warns and would train from scratch
             raise CheckpointError(f"{directory}: DeepSpeed found no checkpoint there")
         _replay_cpu_adam(self.engine.basic_optimizer)
+
+    @contextmanager
+    def _resharded(self, directory: Path) -> Iterator[str]:
+        """The tag of what this number of ranks can load. Collective."""
+        saved_by = deepspeed_universal.num_shards(directory / TAG)
+        if saved_by in (0, dist.get_world_size()):
+            yield TAG
+            return
+        if isinstance(self.engine.basic_optimizer, torch.optim.SGD):
+            raise CheckpointError(
+                f"{directory} was written by {saved_by} ranks, and DeepSpeed reshapes AdamW's state alone\n"
+                "    fix: as many ranks"
+            )
+        if self.engine.zero_nvme_offload_optimizer():
+            raise CheckpointError(
+                f"{directory} was written by {saved_by} ranks, and an optimizer on a disk needs as many again\n"
+                "    fix: deepspeed.offload_device=cpu, or as many ranks"
+            )
+        failed: list[Exception | None] = [None]
+        if dist.get_rank() == 0:
+            try:
+                deepspeed_universal.convert(directory / TAG)
+            except (CheckpointError, OSError) as error:
+                failed = [error]
+        dist.broadcast_object_list(failed, src=0)
+        if failed[0] is not None:
+            raise CheckpointError(str(failed[0]))
+        self.engine._config.load_universal_checkpoint = True  # DeepSpeed knows no other way to say it for one load
+        try:
+            yield deepspeed_universal.UNIVERSAL
+        finally:
+            self.engine._config.load_universal_checkpoint = False
+
+
+class _HostCopies(CheckpointEngine):
+    """In the place of what writes DeepSpeed's files: keeps copies of what would be in them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken = Snapshot()
+
+    def create(self, info: CheckpointCommitInfo) -> None:
+        pass
+
+    def save(self, state_dict: dict, path: str) -> None:
+        self.taken.add(Path(path), state_dict)
+
+    def load(self, path: str, map_location: object = None) -> dict:
+        raise NotImplementedError("it only stands in while a snapshot is taken")
+
+    def commit(self, info: CheckpointCommitInfo) -> bool:
+        return True
+
+    def preserves_storage_sharing(self) -> bool:
+        return False  # then DeepSpeed need not copy first
 
 
 def _replay_cpu_adam(optimizer: torch.optim.Optimizer) -> None:

@@ -6,20 +6,50 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest, TemporalAsyncCaller
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER, MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 
 from rlhf_mp.errors import CheckpointError
+from rlhf_mp.train.base import Writing
 
 
 def save(directory: Path, models: list[DistributedDataParallel], optimizer: MegatronOptimizer, step: int) -> None:
     """Collective."""
+    _make(directory)
+    dist_checkpointing.save(_sharded_state(models, optimizer, step, is_loading=False), str(directory))
+
+
+def snapshot(
+    directory: Path, models: list[DistributedDataParallel], optimizer: MegatronOptimizer, step: int
+) -> Writing:
+    """Collective. A process forked from this one writes: it has the tensors as they are now."""
+    _make(directory)
+    state = _sharded_state(models, optimizer, step, is_loading=False)
+    return _Forked(dist_checkpointing.save(state, str(directory), async_sharded_save=True))
+
+
+class _Forked:
+    """Megatron's writer of one rank."""
+
+    def __init__(self, request: AsyncRequest):
+        self.request, self.caller = request, TemporalAsyncCaller()
+        self.caller.schedule_async_call(request)
+
+    def write(self) -> None:
+        self.caller.close()  # waits for it
+
+    def finish(self) -> None:
+        for finalize in self.request.finalize_fns:  # these say if a process did not write all it should
+            finalize()
+
+
+def _make(directory: Path) -> None:
     if dist.get_rank() == 0:
         directory.mkdir(parents=True)
     dist.barrier()
-    dist_checkpointing.save(_sharded_state(models, optimizer, step, is_loading=False), str(directory))
 
 
 def load(directory: Path, models: list[DistributedDataParallel], optimizer: MegatronOptimizer) -> int:
@@ -86,3 +116,16 @@ def with_torch_adam(optimizer: MegatronOptimizer) -> None:
     for part in optimizer.chained_optimizers:
         if isinstance(part, DistributedOptimizer):
             part.__class__ = _TorchAdamCheckpoints
+
+
+def with_momentum(optimizer: MegatronOptimizer) -> None:
+    """Make the checkpoints of ``optimizer``, which steps with SGD, hold its momentum.
+
+    Megatron (0.16.1) calls what makes an optimizer's state before it loads one, and has nothing to call for SGD. A
+    momentum of 0 is what the first step starts from anyway.
+    """
+    for part in optimizer.chained_optimizers:
+        for group in part.optimizer.param_groups:
+            for p in group["params"] if group["momentum"] else ():
+                part.optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        part.init_state_fn = lambda *_: None

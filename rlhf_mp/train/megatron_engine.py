@@ -3,6 +3,7 @@
 On a CPU ``megatron_cpu.install()`` must run before this module is imported.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from torch import Tensor
 
 from rlhf_mp.config.schema import MegatronConfig, ModelConfig, TrainedConfig
@@ -20,7 +21,7 @@ from rlhf_mp.models.hf import DTYPES
 from rlhf_mp.planner.term import Component
 from rlhf_mp.train import megatron_checkpoint
 from rlhf_mp.train.accumulate import ForwardSettings, MetricSums
-from rlhf_mp.train.base import ParallelLayout, unobserved
+from rlhf_mp.train.base import ParallelLayout, Writing, unobserved
 from rlhf_mp.train.megatron_bridge import HfBridge
 from rlhf_mp.train.megatron_pipeline import Pipeline
 from rlhf_mp.train.megatron_tensors import megatron_tensors
@@ -134,8 +135,8 @@ class MegatronEngine:
         lr = self.peak_lr * self.factor(self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        _, norm, _ = self.optimizer.step()
-        self.step += 1
+        stepped, norm, _ = self.optimizer.step()
+        self.step += stepped
         own = sums.result() if self.layout.is_output_rank else {}
         return own | {"grad_norm": (float(norm), 1), "lr": (lr, 1)}
 
@@ -144,6 +145,9 @@ class MegatronEngine:
 
     def save(self, directory: Path) -> None:
         megatron_checkpoint.save(directory, self.models, self.optimizer, self.step)
+
+    def snapshot(self, directory: Path) -> Writing:
+        return megatron_checkpoint.snapshot(directory, self.models, self.optimizer, self.step)
 
     def load(self, directory: Path) -> None:
         self.step = megatron_checkpoint.load(directory, self.models, self.optimizer)
@@ -156,18 +160,34 @@ def _add_up_gradients(models, num_tokens: Tensor | None = None, **groups) -> Non
 def _make_optimizer(models, trained: TrainedConfig, dtype: torch.dtype) -> MegatronOptimizer:
     optim = trained.optim
     config = OptimizerConfig(
-        optimizer="adam",
+        optimizer="sgd" if optim.optimizer == "sgd" else "adam",
         lr=optim.lr,
         min_lr=0.0,
         weight_decay=optim.weight_decay,
         adam_beta1=optim.betas[0],
         adam_beta2=optim.betas[1],
         adam_eps=optim.eps,
+        sgd_momentum=optim.momentum,
         clip_grad=trained.grad_clip,
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
         use_distributed_optimizer=trained.megatron.use_distributed_optimizer,
     )
     optimizer = get_megatron_optimizer(config, models, config_overrides={})  # {}: decay norms and biases too
-    megatron_checkpoint.with_torch_adam(optimizer)
+    if optim.optimizer == "sgd":
+        megatron_checkpoint.with_momentum(optimizer)
+    else:
+        megatron_checkpoint.with_torch_adam(optimizer)
+    optimizer.__class__ = _FiniteSteps
     return optimizer
+
+
+class _FiniteSteps(ChainedOptimizer):
+    """Megatron looks for gradients that are no finite numbers where it scales losses, for float16, alone."""
+
+    def get_grad_norm(self) -> float:
+        self.norm = super().get_grad_norm()
+        return self.norm
+
+    def step_with_ready_grads(self) -> bool:
+        return math.isfinite(self.norm) and super().step_with_ready_grads()

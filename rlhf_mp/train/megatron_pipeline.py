@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from rlhf_mp.config.schema import MegatronConfig
 from rlhf_mp.data.types import LossFn, Output, TokenBatch, Totals
-from rlhf_mp.train.accumulate import ForwardSettings, MetricSums
+from rlhf_mp.train.accumulate import ForwardSettings, MetricSums, contagious
 from rlhf_mp.train.megatron_heads import around_model, output_of
 from rlhf_mp.train.megatron_inputs import ModelInput, packed, padded
 
@@ -31,7 +31,7 @@ class Pipeline:
         def loss_of(item: Item, found: Tensor) -> tuple[Tensor, Tensor, dict]:
             loss, metrics = loss_fn(self._output(item, found), item[1], totals)
             sums.add(metrics)
-            return loss, torch.ones((), dtype=torch.int, device=found.device), {}  # the 1 divides nothing
+            return contagious(loss), torch.ones((), dtype=torch.int, device=found.device), {}  # the 1 divides nothing
 
         self._run(self._full(micro_batches), loss_of, forward_only=False)
 

@@ -1,9 +1,20 @@
-"""The learning rate over time, shared by every backend."""
+"""The optimizer of plain torch, and the learning rate over time, which every backend shares."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
 
 from rlhf_mp.config.schema import OptimConfig
+
+
+def make_optimizer(parameters: Iterable[nn.Parameter], optim: OptimConfig) -> torch.optim.Optimizer:
+    if optim.optimizer == "sgd":
+        return torch.optim.SGD(parameters, lr=optim.lr, momentum=optim.momentum, weight_decay=optim.weight_decay)
+    return torch.optim.AdamW(
+        parameters, lr=optim.lr, betas=tuple(optim.betas), eps=optim.eps, weight_decay=optim.weight_decay
+    )
 
 
 def learning_rate_factor(optim: OptimConfig, num_steps: int) -> Callable[[int], float]:

@@ -3,22 +3,26 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from time import perf_counter
 from typing import Any, Protocol
 
 import torch
 
-from rlhf_mp.data.types import Sums, TokenBatch
+from rlhf_mp.data.types import LossFn, MiniBatch, Sums, TokenBatch
 from rlhf_mp.observe.memory import peak_memory
 from rlhf_mp.observe.metrics import MetricLog
+from rlhf_mp.observe.reduce import added
 from rlhf_mp.phase import Phase
 from rlhf_mp.train.base import Scorer, TrainEngine
 from rlhf_mp.trainer.best import Best
+from rlhf_mp.trainer.updates import Updates
 
 
 class Checkpoints(Protocol):
     def save(self, trainer: "Loop") -> None: ...
+    def settle(self, *, wait: bool) -> None: ...
     def load_newest(self, trainer: "Loop") -> None: ...
     def write(self, trainer: "Loop", folder: Path) -> None: ...
     def read(self, trainer: "Loop", folder: Path) -> None: ...
@@ -51,6 +55,7 @@ class Loop(ABC):
     counts: bool = True  # False where another rank holds the same data, as a part of the same model
     stop_requested: Callable[[], bool] = lambda: False  # collective; asked once a step
     best: Best | None = None  # None: no validation is better than another
+    updates: Updates = field(default_factory=Updates)
     step: int = 0
 
     @property
@@ -92,16 +97,58 @@ class Loop(ABC):
             self.improves(self.evaluate())
         while not self.finished:
             self.train_step()
-            self.step += 1
-            self.publish()
-            self.log.finish(self.step)
+            self.end_step()
             if not self.finished and self.stop_requested():
-                self.checkpoints.save(self)
+                self.save(wait=True)
                 return
             metrics = self.evaluate() if self.schedule.due(self.schedule.test_freq, self.step) else {}
-            if self.improves(metrics) or self.schedule.due(self.schedule.save_freq, self.step):
-                self.checkpoints.save(self)
+            due = self.improves(metrics) or self.schedule.due(self.schedule.save_freq, self.step)
+            began = perf_counter()
+            if due:
+                self.save(wait=self.finished)
+            else:
+                self.checkpoints.settle(wait=False)
             self.log.start()
+            if due:  # the step that follows is the one that was held up
+                self.log.add({"checkpoint/blocking_s": (perf_counter() - began, 1)})
+
+    def end_step(self) -> dict[str, float]:
+        """Hand the weights on and log the step. Returns its metrics.
+
+        Raises:
+            DivergedError: too many updates in a row were skipped.
+        """
+        self.step += 1
+        self.publish()
+        metrics = self.log.finish(self.step)
+        if self.updates.hopeless:  # on all ranks alike: a gradient's norm is one for all
+            self.save(wait=True)
+            self.updates.give_up(self.step)
+        return metrics
+
+    def save(self, *, wait: bool) -> None:
+        """Collective. A checkpoint of this moment; where it is written in the background, whole only after ``wait``."""
+        self.checkpoints.save(self)
+        if wait:
+            self.checkpoints.settle(wait=True)
+
+    def update(self, name: str, batch: TokenBatch, minibatches: list[MiniBatch], loss_fn: LossFn, prefix: str) -> Sums:
+        """One optimizer step of a trained model for each mini-batch. Returns the engine's metrics."""
+        found: list[Sums] = []
+        for minibatch in minibatches:
+            micro_batches = [batch.select(rows) for rows in minibatch.micro_batches]
+            metrics = self.trained[name].train_step(micro_batches, minibatch.totals, loss_fn)
+            found.append(metrics)
+            self.log.add(metrics, prefix)
+            self.count(padding(micro_batches, packed=self.packed))
+        norms = [metrics["grad_norm"][0] for metrics in found]
+        self.log.add(self.updates.made(name, minibatches, norms), prefix)
+        return added(found)
+
+    def count(self, sums: Sums, prefix: str = "") -> None:
+        """Add what follows from this rank's share, unless another rank does."""
+        if self.counts:
+            self.log.add(sums, prefix)
 
     def improves(self, metrics: dict[str, float]) -> bool:
         """Whether a validation is the best so far, by the metric that decides it."""

@@ -1,6 +1,6 @@
-"""A reward model in the loop: scores of the training ranks, normalised, clipped, beside the rule reward."""
+"""A reward model in the loop: its scores, normalised, clipped, beside the rule reward."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +40,13 @@ class RunningMoments:
         return (self.squares / self.count) ** 0.5 if self.squares > 0 else 1.0
 
 
+class SampledScores:
+    """The part of a ``Scorer`` that is needed where servers scored the responses when they were sampled."""
+
+    def score(self, micro_batches: Sequence[TokenBatch]) -> list[Tensor]:
+        return [batch.rm_scores for batch in micro_batches]
+
+
 class RewardModel:
     """Scores responses and makes them rewards. Its moments are part of a checkpoint.
 
@@ -47,7 +54,9 @@ class RewardModel:
         sum_over_ranks: adds a small tensor over all ranks, responses that several of them hold once; collective.
     """
 
-    def __init__(self, scorer: Scorer, config: RewardModelConfig, sum_over_ranks: Callable[[Tensor], Tensor]):
+    def __init__(
+        self, scorer: Scorer | SampledScores, config: RewardModelConfig, sum_over_ranks: Callable[[Tensor], Tensor]
+    ):
         self.scorer, self.config, self.sum_over_ranks = scorer, config, sum_over_ranks
         self.moments = RunningMoments()
 
@@ -59,12 +68,9 @@ class RewardModel:
         """
         scores = self._scores(batch, cut)
         self._learn(scores)
-        shaped = scores
-        if self.config.normalize:
-            shaped = (scores - self.moments.mean) / self.moments.std
-        limit = self.config.clip
-        clipped = shaped if limit is None else shaped.clamp(-limit, limit)
-        rewards = (self.config.rule_coef * batch.rewards + self.config.coef * clipped).float()
+        shaped = self._normalized(scores)
+        clipped = self._clipped(shaped)
+        rewards = self._sum(batch.rewards, clipped)
         rows = len(scores)
         metrics = {
             "score_mean": (scores.sum().item(), rows),
@@ -73,6 +79,20 @@ class RewardModel:
             "reward_mean": (rewards.sum().item(), rows),
         }
         return rewards, metrics
+
+    def baselines(self, batch: TokenBatch) -> PerSequence:
+        """Rewards of the greedy responses, shaped like those of this step. Nothing is learned from their scores."""
+        return self._sum(batch.baselines, self._clipped(self._normalized(batch.baseline_rm_scores.double())))
+
+    def _normalized(self, scores: Tensor) -> Tensor:
+        return (scores - self.moments.mean) / self.moments.std if self.config.normalize else scores
+
+    def _clipped(self, shaped: Tensor) -> Tensor:
+        limit = self.config.clip
+        return shaped if limit is None else shaped.clamp(-limit, limit)
+
+    def _sum(self, rule_rewards: Tensor, scores: Tensor) -> PerSequence:
+        return (self.config.rule_coef * rule_rewards + self.config.coef * scores).float()
 
     def _scores(self, batch: TokenBatch, cut: list[list[int]]) -> Tensor:
         scores = torch.zeros(len(batch.rewards), dtype=torch.float64)

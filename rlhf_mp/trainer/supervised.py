@@ -13,7 +13,7 @@ from rlhf_mp.data.collate import collate
 from rlhf_mp.data.types import Share, TokenBatch
 from rlhf_mp.phase import Phase
 from rlhf_mp.train.base import Scorer, TrainEngine
-from rlhf_mp.trainer.loop import Loop, padding, scored
+from rlhf_mp.trainer.loop import Loop, scored
 
 
 class Batches(Protocol):
@@ -55,12 +55,9 @@ class SupervisedTrainer(Loop):
         batch = collate(share.trajectories)
         self.score(batch, share.score_rows)
         with self.phase(Phase.train):
-            for minibatch in share.minibatches:
-                micro_batches = [batch.select(rows) for rows in minibatch.micro_batches]
-                metrics = self.actor.train_step(micro_batches, minibatch.totals, self.task.loss)
-                self.log.add(metrics, "train/")
-                if self.counts:
-                    self.log.add(share.metrics | padding(micro_batches, packed=self.packed))
+            self.update("actor", batch, share.minibatches, self.task.loss, "train/")
+            self.updates.settle(self.step + 1, self.schedule.num_steps, batch)
+        self.count(share.metrics)
         self.log.add({name: (value, 1) for name, value in self.memory().items()})
 
     def score(self, batch: TokenBatch, cut: list[list[int]]) -> None:

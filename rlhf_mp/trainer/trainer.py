@@ -1,8 +1,10 @@
 """The RL loop. Runs on every launched rank (SPMD); each line means the same thing on all of them."""
 
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -10,19 +12,32 @@ from rlhf_mp.algorithms.base import Algorithm
 from rlhf_mp.algorithms.normalize import SumOverRanks, only_rank
 from rlhf_mp.algorithms.value_loss import value_metrics
 from rlhf_mp.data.collate import collate, with_estimates
-from rlhf_mp.data.types import LossFn, MiniBatch, SampleText, Share, Sums, TokenBatch
+from rlhf_mp.data.prompts import Row
+from rlhf_mp.data.types import LossFn, SampleText, Share, Sums, TokenBatch
 from rlhf_mp.phase import Phase
 from rlhf_mp.train.base import Scorer, TrainEngine
-from rlhf_mp.trainer.loop import Loop, padding, scored
+from rlhf_mp.trainer.loop import Loop, scored
 from rlhf_mp.trainer.reward_model import RewardModel
+
+T = TypeVar("T")
 
 
 class Rollouts(Protocol):
     """The scheduler, as a rank sees it."""
 
-    def fetch(self, step: int) -> Share: ...
+    def fetch(self, step: int) -> Share | None:
+        """None, on every rank: engines came back and no other has the live weights; they must be published again."""
+        ...
+
+    def sample(self, step: int, rows: Sequence[Row]) -> Share | None:
+        """None as for ``fetch``."""
+        ...
+
     def publish(self, version: int) -> None: ...
-    def evaluate(self) -> tuple[Sums, list[SampleText]]: ...
+    def evaluate(self) -> tuple[Sums, list[SampleText]] | None:
+        """None as for ``fetch``."""
+        ...
+
     def state_dict(self, step: int) -> dict[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
@@ -46,7 +61,7 @@ class Trainer(Loop):
     critic: TrainEngine | None = None
     reward_model: RewardModel | None = None
     sum_over_ranks: SumOverRanks = only_rank
-    last_grad_norm: float = field(default=0.0, init=False)
+    has_moved: bool = field(default=False, init=False)  # the actor, in the last step
 
     @property
     def trained(self) -> dict[str, TrainEngine]:
@@ -75,14 +90,14 @@ class Trainer(Loop):
         return state if self.reward_model is None else state | {"reward_model": self.reward_model.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.has_moved = False  # the weights may be those that the engines have
         self.rollouts.load_state_dict(state["data"])
         self.algorithm.load_state_dict(state["algorithm"])
         if self.reward_model is not None and "reward_model" in state:  # it may have come only now
             self.reward_model.load_state_dict(state["reward_model"])
 
     def train_step(self) -> None:
-        with self.phase(Phase.rollout):
-            share = self.rollouts.fetch(self.step)  # waits; raises on every rank if an engine died
+        share = self.sampled(self.phase, lambda: self.rollouts.fetch(self.step))
         self.count(share.metrics)
         batch = collate(share.trajectories)
         with self.phase(Phase.score):
@@ -92,12 +107,23 @@ class Trainer(Loop):
         with self.phase(Phase.train):
             if self.critic is not None:
                 self.count(value_metrics(batch, self.sum_over_ranks), "critic/")
-                self.update(self.critic, batch, share.critic.minibatches, self.algorithm.value_loss, "critic/")
+                self.update("critic", batch, share.critic.minibatches, self.algorithm.value_loss, "critic/")
             if self.step >= self.schedule.critic_warmup:
-                self.last_grad_norm = self.update(
-                    self.actor, batch, share.minibatches, self.algorithm.policy_loss, "actor/"
-                )
+                self.update_actor(batch, share, self.algorithm.policy_loss)
+            self.settle(batch, share)
         self.log.add({name: (value, 1) for name, value in self.memory().items()})
+
+    def sampled(self, during: Callable[[Phase], AbstractContextManager], ask: Callable[[], T | None]) -> T:
+        """What the scheduler answers; waits. Engines that came back without weights, and are needed, get them first.
+
+        Raises on every rank if an engine is lost for good.
+        """
+        while True:
+            with during(Phase.rollout):
+                found = ask()
+            if found is not None:
+                return found
+            self.publish(again=True)
 
     def score(self, batch: TokenBatch, share: Share) -> None:
         """Fill in what the algorithm declares it needs and, with a reward model, its rewards; nothing else."""
@@ -110,33 +136,30 @@ class Trainer(Loop):
         if self.reward_model is not None:
             batch.rewards, metrics = self.reward_model.rewards(batch, share.score_rows)
             self.count(metrics, "reward_model/")
+            if batch.baseline_rm_scores is not None:
+                batch.baselines = self.reward_model.baselines(batch)
 
     def scored(self, model: Scorer, batch: TokenBatch, cut: list[list[int]]) -> torch.Tensor:
         self.count({"score/tokens": (float(batch.lengths.sum()), 1)})
         return scored(model, batch, cut)
 
-    def update(
-        self, model: TrainEngine, batch: TokenBatch, minibatches: list[MiniBatch], loss_fn: LossFn, prefix: str
-    ) -> float:
-        """One optimizer step for each mini-batch. Returns the last gradient's norm."""
-        norm = 0.0
-        for minibatch in minibatches:
-            micro_batches = [batch.select(rows) for rows in minibatch.micro_batches]
-            metrics = model.train_step(micro_batches, minibatch.totals, loss_fn)
-            norm = metrics["grad_norm"][0]
-            self.log.add(metrics, prefix)
-            self.count(padding(micro_batches, packed=self.packed))
-        return norm
+    def update_actor(self, batch: TokenBatch, share: Share, loss_fn: LossFn) -> None:
+        self.update("actor", batch, share.minibatches, loss_fn, "actor/")
+        self.has_moved = self.updates.moved
 
-    def count(self, sums: Sums, prefix: str = "") -> None:
-        """Add what follows from this rank's share, unless another rank does."""
-        if self.counts:
-            self.log.add(sums, prefix)
+    def settle(self, batch: TokenBatch, share: Share) -> None:
+        """Collective, once the step's updates are made."""
+        versions = [t.version for t in share.trajectories]
+        self.updates.settle(self.step + 1, self.schedule.num_steps, batch, versions)
 
-    def publish(self) -> None:
-        """Make the engines sample from the current weights, and tell the scheduler they do."""
+    def publish(self, *, again: bool = False) -> None:
+        """Make the engines sample from the current weights, and tell the scheduler they do.
+
+        Args:
+            again: they are those of the last time.
+        """
         with self.phase(Phase.sync):
-            self.log.add(self.swap.push(self.actor, self.step, must_differ=self.last_grad_norm > 0))
+            self.log.add(self.swap.push(self.actor, self.step, must_differ=self.has_moved and not again))
             self.rollouts.publish(self.step)
 
     def evaluate(self) -> dict[str, float]:
@@ -144,8 +167,7 @@ class Trainer(Loop):
         if not self.has_validation:
             return {}
         self.log.start()
-        with self.watch(Phase.rollout):
-            metrics, samples = self.rollouts.evaluate()
+        metrics, samples = self.sampled(self.watch, self.rollouts.evaluate)
         self.log.add(metrics, "eval/")
         self.log.samples(self.step, samples)
         return self.log.finish(self.step, "eval")

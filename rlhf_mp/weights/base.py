@@ -1,30 +1,31 @@
 """One swap: every engine gets every tensor of one version, or the swap is an error (R4)."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from rlhf_mp.data.types import Sums
 from rlhf_mp.errors import SyncError
-from rlhf_mp.rollout.sglang_client import EngineControl
 from rlhf_mp.weights.buckets import Bucket, Packer
 from rlhf_mp.weights.encoding import encode
+from rlhf_mp.weights.fleet import FixedRoster, Fleet, Roster
 from rlhf_mp.weights.manifest import Manifest, TensorRecord
-
-T = TypeVar("T")
 
 
 class Transport(Protocol):
     """Moves bytes into the engines' models. ``start`` is collective; the others run on the sending rank only."""
 
     shared_buffers: bool  # buckets must lie where another process can map them
+    all_or_none: bool  # where one engine is lost, what the others got is spoilt too, and must be sent again
 
-    def connect(self, engines: Sequence[EngineControl]) -> None: ...
+    def connect(self, fleet: Fleet) -> None:
+        """Before the first bucket of a version: these engines get it."""
+        ...
+
     def start(self, bucket: Bucket) -> Callable[[], None]:
         """Begin to send; the result, collective too, waits until no engine reads ``bucket`` any more."""
         ...
@@ -52,7 +53,7 @@ class WeightSync:
     def __init__(
         self,
         transport: Transport,
-        engines: Sequence[EngineControl],
+        roster: Roster | None,
         packer: Packer,
         *,
         dtype: torch.dtype,
@@ -61,30 +62,28 @@ class WeightSync:
     ):
         """
         Args:
-            engines: empty on ranks that do not send.
+            roster: None on ranks that do not send.
         """
-        self.transport, self.engines, self.packer = transport, list(engines), packer
+        self.transport, self.packer = transport, packer
+        self.fleet = Fleet(roster or FixedRoster([]))
         self.dtype, self.is_sender = dtype, is_sender
         self._workers = workers_per_engine
         self._previous: Manifest | None = None
-        self._pool = ThreadPoolExecutor(max(1, len(self.engines)))
-        if is_sender:
-            transport.connect(self.engines)
+        self.whole = True  # False: the last push broke off, because an engine was lost, and must be done again
 
     def push(self, weights: Iterable[tuple[str, Tensor]], version: int, *, must_differ: bool) -> Sums:
-        """Collective. When it returns, every engine holds exactly ``version`` and samples from it.
+        """Collective. When it returns, every engine that is left holds exactly ``version`` and samples from it.
 
         Args:
             must_differ: the trainer has changed its weights since the last push; equal ones would be stale.
 
         Raises:
             SyncError: something is missing, different, or stale.
-            EngineError: an engine did not answer.
+            EngineError: an engine refused, or is lost and the run cannot do without it.
         """
         times, records = SyncTimes(), []
         start = time.perf_counter()
-        self.each(lambda engine: engine.pause())
-        self.each(lambda engine: engine.begin(self._encoded({})))
+        self._begin()
         # Three stages at once: bucket k + 1 is gathered and its checksums computed while bucket k travels and loads.
         sent = None
         for bucket in self._gathered(weights, times):
@@ -97,9 +96,19 @@ class WeightSync:
             self._wait(sent, times)
         if self.is_sender:
             self.transport.finish()
-            self._commit(Manifest(version, tuple(records)), times, must_differ)
-        self.each(lambda engine: engine.resume())
+            self.whole = not (self.transport.all_or_none and self.fleet.num_lost)
+            if self.whole:
+                self._commit(Manifest(version, tuple(records)), times, must_differ)
+                self.fleet.each(lambda engine: engine.resume())
         return self._metrics(times, time.perf_counter() - start)
+
+    def _begin(self) -> None:
+        if not self.is_sender:
+            return
+        self.fleet.muster()
+        self.fleet.each(lambda engine: engine.pause())
+        self.transport.connect(self.fleet)
+        self.fleet.each(lambda engine: engine.begin(self._encoded({})))
 
     def _gathered(self, weights: Iterable[tuple[str, Tensor]], times: SyncTimes) -> Iterator[Bucket]:
         buckets = self.packer.pack(weights, self.dtype)
@@ -134,17 +143,13 @@ class WeightSync:
             )
         start = time.perf_counter()
         text = manifest.to_json()
-        seconds = self.each(lambda engine: engine.commit(self._encoded({"manifest": text}), manifest.version))
-        times.engine_verify_s = max(seconds)
+        seconds = self.fleet.each(lambda engine: engine.commit(self._encoded({"manifest": text}), manifest.version))
+        times.engine_verify_s = max(seconds, default=0.0)
         times.verify_s += time.perf_counter() - start
         self._previous = manifest
 
     def _encoded(self, value: dict[str, str]) -> list[str]:
         return [encode(value)] * self._workers  # no tensors inside, so one encoding serves all workers
-
-    def each(self, act: Callable[[EngineControl], T]) -> list[T]:
-        """``act`` on all engines at once; nothing on ranks that do not send."""
-        return list(self._pool.map(act, self.engines))
 
     def _metrics(self, times: SyncTimes, seconds: float) -> Sums:
         if not self.is_sender:

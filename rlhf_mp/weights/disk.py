@@ -1,7 +1,7 @@
 """Through a shared file system: safetensors written by the trainer, read by the engines."""
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -9,21 +9,22 @@ from safetensors.torch import save_file
 
 from rlhf_mp.rollout.sglang_client import EngineControl
 from rlhf_mp.weights.buckets import Bucket
+from rlhf_mp.weights.fleet import Fleet
 
 
 class DiskTransport:
     """One file a bucket, in a folder that is removed once the engines have read it."""
 
     shared_buffers = False
+    all_or_none = False
 
     def __init__(self, folder: Path, is_sender: bool):
         self._folder, self._is_sender = folder, is_sender
         self._num_files = 0
-        self._engines: list[EngineControl] = []
         self._writer = ThreadPoolExecutor(1)
 
-    def connect(self, engines: Sequence[EngineControl]) -> None:
-        self._engines = list(engines)
+    def connect(self, fleet: Fleet) -> None:
+        self._fleet = fleet
 
     def start(self, bucket: Bucket) -> Callable[[], None]:
         if not self._is_sender:
@@ -36,8 +37,7 @@ class DiskTransport:
         return self._writer.submit(save_file, dict(bucket.tensors()), file).result
 
     def finish(self) -> None:
-        with ThreadPoolExecutor(len(self._engines)) as pool:
-            list(pool.map(self._load, self._engines))
+        self._fleet.each(self._load)
         shutil.rmtree(self._folder)
         self._num_files = 0
 

@@ -22,17 +22,21 @@ class VerifiedSwap:
         self.sync, self.canary, self.broadcast = sync, canary, broadcast
 
     def push(self, actor: TrainEngine, version: int, *, must_differ: bool) -> Sums:
-        """When it returns, every engine samples from the actor's weights, as ``version``.
+        """When it returns, every engine that answers samples from the actor's weights, as ``version``.
 
         Raises:
             SyncError: they do not arrive whole, or engine and trainer disagree afterwards.
         """
-        metrics = self.sync.push(actor.weights(), version, must_differ=must_differ)
-        start = time.perf_counter()
-        sampled = self.broadcast(self.sync.each(self.canary.sample))
-        scored = actor.score([collate(sampled)])[0]
+        sampled = None
+        while sampled is None:  # again where a lost engine has spoilt it for the others
+            metrics = self.sync.push(actor.weights(), version, must_differ=must_differ)
+            start = time.perf_counter()
+            fleet = self.sync.fleet
+            sampled = self.broadcast(fleet.each(self.canary.sample) if self.sync.whole else None)
+        scored = actor.score([collate(sampled)])[0] if sampled else None
         if not self.sync.is_sender:
             return metrics
-        names = [engine.name for engine in self.sync.engines]
-        metrics |= self.canary.check(names, sampled, scored, version)
+        if sampled:
+            metrics |= self.canary.check([engine.name for engine in fleet.live], sampled, scored, version)
+        fleet.settle(version)
         return metrics | {"sync/canary_s": (time.perf_counter() - start, 1)}

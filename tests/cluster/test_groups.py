@@ -1,11 +1,13 @@
 """Dynamic sampling, rewards that are no numbers, punishment of length: before anything is trained on."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
-from rlhf_mp.cluster.groups import Group, filled, numbered, require_numbers, shaped
+from rlhf_mp.cluster.groups import Group, filled, numbered, require_numbers, shaped, worth_of
 from rlhf_mp.config.reward import OverlongBufferConfig
+from rlhf_mp.config.reward_model import RewardModelConfig
 from rlhf_mp.data.prompts import Prompt
 from rlhf_mp.data.types import Trajectory
 from rlhf_mp.errors import SampleError
@@ -16,14 +18,14 @@ def group(index: int, *rewards: float, baseline: float | None = None) -> Group:
     return Group(prompt, [Trajectory([index], [7], [0.0], [True], r, 0, 0, "stop", baseline) for r in rewards])
 
 
-def fill(batches: list[list[Group]], size: int, most: int):
+def fill(batches: list[list[Group]], size: int, most: int, worth=lambda t: t.reward):
     drawn = []
 
     async def draw(number: int) -> list[Group]:
         drawn.append(number)
         return batches[number]
 
-    kept, metrics = asyncio.run(filled(draw, size, most))
+    kept, metrics = asyncio.run(filled(draw, size, most, worth))
     return [g.prompt.index for g in kept], drawn, metrics
 
 
@@ -65,3 +67,27 @@ def test_length_is_punished_along_a_line_inside_the_buffer():
     responses = [Trajectory([1], [7] * n, [0.0] * n, [True] * n, 1.0, 0, 0, "stop") for n in (1, 12, 13, 14, 16)]
     found = [shaped(response, 16, buffer).reward for response in responses]
     assert found == [1.0, 1.0, 0.5, 0.0, -1.0]
+
+
+def scored(index: int, *pairs: tuple[float, float]) -> Group:
+    """Responses of these (rule reward, score of a served reward model)."""
+    plain = group(index, *(reward for reward, _ in pairs))
+    responses = [replace(t, rm_score=score) for t, (_, score) in zip(plain.responses, pairs, strict=True)]
+    return Group(plain.prompt, responses)
+
+
+def test_with_a_served_reward_model_groups_differ_in_what_they_are_trained_on():
+    batch = [
+        scored(0, (0.0, 2.0), (1.0, 2.0)),  # the rule sees a difference
+        scored(1, (0.0, 2.0), (0.0, 3.0)),  # the reward model does
+        scored(2, (0.0, 2.0), (0.0, 2.0)),
+        scored(3, (0.0, 3.0), (1.0, 2.0)),  # 0.5 x 0 + 0.5 x 3 and 0.5 x 1 + 0.5 x 2: both 1.5
+    ]
+    for knobs, expected in [
+        ({"rule_coef": 0.0}, [1, 3]),
+        ({"rule_coef": 0.5}, [0, 1, 3]),
+        ({"rule_coef": 0.5, "coef": 0.5}, [0, 1]),
+        ({"strategy": "actor"}, [0, 3]),
+    ]:
+        own = RewardModelConfig(**{"enable": True, "strategy": "sglang"} | knobs)
+        assert fill([batch], len(expected), 1, worth_of(own))[0] == expected

@@ -25,7 +25,7 @@ from pathlib import Path
 from rlhf_mp.cluster.guard import start_guard
 
 rank, run_dir = int(sys.argv[1]), Path(sys.argv[2])
-guard = start_guard(rank, run_dir)
+guard = start_guard(rank, run_dir, alert=os.environ.get("ALERT"))
 silent = dict(stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 daemon = subprocess.Popen(["sleep", "300"], start_new_session=True, **silent)
 Path(f"/dev/shm/torch_{os.getpid()}_4711_0").touch()
@@ -160,6 +160,15 @@ def test_words_written_right_before_sigkill_are_kept(new_job):
     assert job.ends_within(10)
     assert job.log(0) == "terminate called\n"
     assert job.terminal().startswith("terminate called\n")
+
+
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), 9)", "guard.report('rank 0', 'it was killed'); sys.exit(1)"])
+def test_a_failure_sends_the_alert(new_job, monkeypatch, end):
+    monkeypatch.setenv("ALERT", 'cd "$RLHF_MP_RUN_DIR" && echo "$RLHF_MP_WHAT: $RLHF_MP_REASON" > a && mv a alerted')
+    job = new_job()
+    job.start(f"announce(); {end}")
+    assert wait_until((job.run_dir / "alerted").exists, 10)
+    assert re.match(r"rank 0.*: .*killed", (job.run_dir / "alerted").read_text())
 
 
 def test_only_rank_0_speaks_on_the_terminal_and_each_has_its_log(new_job):

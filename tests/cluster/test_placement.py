@@ -4,9 +4,10 @@ import pytest
 
 from rlhf_mp.cluster.placement import on_host, place
 from rlhf_mp.config.load import config_from_dict
+from rlhf_mp.errors import ConfigError
 
 
-def plans(num_gpus: int, tp: int, on_cpu: bool = False, num_nodes: int = 1, **rollout):
+def plans(num_gpus, tp, on_cpu=False, num_nodes=1, placement="colocated", cores=(), reward_model=None, **rollout):
     tree = {
         "data": {"train_batch_size": 64},
         "actor_rollout_ref": {
@@ -16,7 +17,11 @@ def plans(num_gpus: int, tp: int, on_cpu: bool = False, num_nodes: int = 1, **ro
         },
         "trainer": {"nnodes": num_nodes, "n_gpus_per_node": num_gpus, "seed": 5, "device": "cpu" if on_cpu else "cuda"},
     }
-    return place(config_from_dict(tree), on_cpu)
+    tree["trainer"]["placement"] = placement
+    if reward_model is not None:
+        own = {"enable": True, "strategy": "sglang", "model": {"path": "models/rm"}, "rollout": reward_model}
+        tree["reward_model"] = own
+    return place(config_from_dict(tree), on_cpu, cores)
 
 
 @pytest.mark.parametrize(
@@ -83,3 +88,66 @@ def test_a_job_that_was_given_part_of_a_machine_keeps_to_its_part():
     assert [on_host(server, []) for server in servers] == list(servers)
     on_cpu = plans(2, 1, on_cpu=True).servers[0]
     assert on_host(on_cpu, ["3"]).gpus == ()
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "tp", "engines", "expected"),
+    [(1, 1, 1, [(1,)]), (4, 1, 4, [(4,), (5,), (6,), (7,)]), (4, 2, 2, [(4, 5), (6, 7)]), (6, 2, 1, [(6, 7)])],
+)
+def test_disjoint_engines_come_after_the_ranks(num_gpus, tp, engines, expected):
+    placement = plans(num_gpus, tp, placement="disjoint", num_engines=engines)
+    assert [server.gpus for server in placement.servers] == expected
+    assert placement.num_ranks == num_gpus and placement.rank_cores == ()
+
+
+def test_disjoint_engines_have_their_own_gpus_whatever_a_launcher_shows_the_ranks():
+    (server,) = plans(2, 2, placement="disjoint", num_engines=1).servers
+    assert on_host(server, []).gpus == (2, 3)
+    assert on_host(server, ["0", "1"]).gpus == ("2", "3")  # deepspeed --num_gpus 2 shows ranks theirs alone
+    assert on_host(server, ["4", "5", "6", "7"]).gpus == ("6", "7")  # a part of a machine
+    with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES=4,5"):
+        on_host(server, ["4", "5"])
+
+
+def test_on_cpu_every_rank_and_worker_has_cores_of_its_own():
+    placement = plans(2, 2, on_cpu=True, placement="disjoint", num_engines=2, cores=[*range(10, 23)])
+    assert placement.rank_cores == ((10, 11), (12, 13))
+    assert [server.cores for server in placement.servers] == [(14, 15, 16, 17), (18, 19, 20, 21)]
+    assert [server.gpus for server in placement.servers] == [(), ()]
+
+
+def test_too_few_cores_are_a_problem_and_colocated_processes_share_them():
+    with pytest.raises(ConfigError, match=r"2 rank\(s\) and 1 server worker\(s\) on 2 core\(s\)"):
+        plans(2, 1, on_cpu=True, placement="disjoint", num_engines=1, cores=[0, 1])
+    placement = plans(2, 1, on_cpu=True, cores=[0, 1])
+    assert placement.rank_cores == () and {server.cores for server in placement.servers} == {()}
+
+
+def served(*words, **options):
+    return plans(*words, reward_model={"num_engines": 2, "tensor_model_parallel_size": 1}, **options)
+
+
+def test_colocated_reward_servers_share_the_first_gpus_of_every_machine():
+    placement = served(4, 2, num_nodes=2)
+    assert [(s.node, s.gpus, s.kind) for s in placement.reward_servers] == [
+        (0, (0,), "reward_server"),
+        (1, (0,), "reward_server"),
+    ]
+    assert {s.model_path for s in placement.reward_servers} == {"models/rm"}
+    assert {s.kind for s in placement.servers} == {"engine"}
+
+
+def test_disjoint_reward_servers_come_after_the_engines():
+    placement = served(4, 2, placement="disjoint", num_engines=2)
+    assert [s.gpus for s in placement.servers] == [(4, 5), (6, 7)]
+    assert [s.gpus for s in placement.reward_servers] == [(8,), (9,)]
+
+
+def test_disjoint_on_cpu_every_reward_server_has_cores_of_its_own():
+    placement = served(2, 1, on_cpu=True, placement="disjoint", num_engines=1, cores=range(10))
+    assert placement.rank_cores == ((0, 1), (2, 3))
+    assert [s.cores for s in (*placement.servers, *placement.reward_servers)] == [(4, 5), (6, 7), (8, 9)]
+
+
+def test_without_a_served_reward_model_there_are_no_reward_servers():
+    assert plans(2, 1).reward_servers == ()

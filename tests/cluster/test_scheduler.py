@@ -3,6 +3,7 @@
 import asyncio
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -10,17 +11,21 @@ from rlhf_mp.cluster.groups import step_metrics
 from rlhf_mp.cluster.scheduler import RolloutScheduler
 from rlhf_mp.config.load import config_from_dict
 from rlhf_mp.config.reward import Term
+from rlhf_mp.config.schema import RunConfig
 from rlhf_mp.data.order import PromptOrder
 from rlhf_mp.data.prompts import Prompt
 from rlhf_mp.data.types import Share, Trajectory
 from rlhf_mp.errors import CheckpointError, EngineError
 from rlhf_mp.rewards.weighted import WeightedReward
-from rlhf_mp.rollout.base import Completion
+from rlhf_mp.rollout.base import Completion, FixedEngines
 from rlhf_mp.rollout.sampler import Sampler
 
 PROMPTS = [Prompt(i, [100 + i] * (1 + i % 3), f"question {i}", str(i)) for i in range(10)]
 VALIDATION = {"held_out": [Prompt(i, [200 + i], f"held out {i}", str(i)) for i in range(4)]}
 STOP = [1, 7]
+ROLLOUT = "actor_rollout_ref.rollout"
+STALENESS = f"{ROLLOUT}.max_staleness"
+AHEAD = ("trainer.placement=disjoint", f"{ROLLOUT}.top_p=1", f"{ROLLOUT}.top_k=-1", "trainer.total_training_steps=99")
 
 
 class FakeEngine:
@@ -54,7 +59,8 @@ class AnswerReward:
         return [float(response.text == prompt.answer and prompt.index % 2 == 0) for response in responses]
 
 
-def scheduler(engine: FakeEngine, *overrides: str, validation=VALIDATION, max_staleness: int = 0) -> RolloutScheduler:
+@cache
+def config_of(overrides: tuple[str, ...]) -> RunConfig:
     tree = {
         "data": {"train_batch_size": 4, "max_prompt_length": 8, "max_response_length": 8, "seed": 3},
         "actor_rollout_ref": {
@@ -64,14 +70,17 @@ def scheduler(engine: FakeEngine, *overrides: str, validation=VALIDATION, max_st
         },
         "trainer": {"n_gpus_per_node": 2, "seed": 11, "device": "cpu"},
     }
+    return config_from_dict(tree, overrides)
+
+
+def scheduler(engine: FakeEngine, *overrides: str, validation=VALIDATION, max_staleness: int = 0) -> RolloutScheduler:
+    ahead = (*AHEAD, f"{STALENESS}={max_staleness}") if max_staleness else ()
+    config = config_of((*ahead, *overrides))
     reward = WeightedReward([(Term("answer", "answer"), AnswerReward())])
     sampler = Sampler(Decoder(), reward)
-    sampler.connect([engine])
-    config = config_from_dict(tree, overrides)
+    sampler.connect(FixedEngines([engine]))
     order = PromptOrder(len(PROMPTS), config.data.train_batch_size, config.data.seed, config.data.shuffle)
-    made = RolloutScheduler(config, sampler, reward, PROMPTS, order, validation, STOP)
-    made.max_staleness = max_staleness
-    return made
+    return RolloutScheduler(config, sampler, reward, PROMPTS, order, validation, STOP)
 
 
 async def publish(made: RolloutScheduler, engine: FakeEngine, version: int) -> None:
@@ -123,6 +132,40 @@ def test_no_sample_is_staler_than_allowed_and_no_prompt_is_lost(max_staleness):
         assert min(staleness) >= 0 and max(staleness) == max_staleness
         # 8 steps of 4 prompts, two steps to an epoch of 10: nobody twice in an epoch
         assert all(len(set(seen[i : i + 8])) == 8 for i in range(0, 32, 8))
+
+    asyncio.run(run())
+
+
+def test_given_prompts_take_the_place_of_a_steps_own_and_the_data_stays_where_it_is():
+    async def run():
+        engine = FakeEngine()
+        made, plain = scheduler(engine), scheduler(engine)
+        given = [Prompt(i, [150 + i], f"given {i}", str(i)) for i in range(6)]
+        await publish(made, engine, 2)
+        await publish(plain, engine, 2)
+        before = await shares(made, 0)
+        of_step = await asyncio.gather(*(made.sample(1, given, rank) for rank in range(2)))
+        assert prompts_of(of_step) == [150, 151, 152, 153, 154, 155]
+        assert sum(len(share.trajectories) for share in of_step) == 6 * 3
+        assert "rollout/epoch" not in of_step[0].metrics and "rollout/reward_mean" in of_step[0].metrics
+        assert made.state_dict(2) == made.state_dict(1)
+        after = await shares(made, 2)
+        assert [prompts_of(before), prompts_of(after)] == [prompts_of(await shares(plain, step)) for step in (0, 1)]
+
+    asyncio.run(run())
+
+
+def test_a_step_that_is_gone_back_to_is_sampled_again():
+    async def run():
+        engine = FakeEngine()
+        made = scheduler(engine)
+        await publish(made, engine, 1)
+        await shares(made, 0)
+        place = made.state_dict(1)
+        first = prompts_of(await shares(made, 1))
+        asked = len(engine.asked)
+        made.load_state_dict(place)
+        assert prompts_of(await shares(made, 1)) == first and len(engine.asked) == 2 * asked - 4
 
     asyncio.run(run())
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from rlhf_mp import checkpoint
-from rlhf_mp.config.checkpoint_folder import checkpoint_problems
+from rlhf_mp.config.checkpoint_folder import checkpoint_problems, trained_facts
 from rlhf_mp.config.load import config_from_dict
 
 SMALL, LARGE = {"hidden_size": 64, "vocab_size": 96}, {"hidden_size": 128, "vocab_size": 96}
@@ -26,12 +26,15 @@ def run(tmp_path):
             checkpoint.finish(folder, {"step": step, "model": model, "num_ranks": num_ranks})
             return folder
 
-        def problems(self, *overrides):
+        def config(self, *overrides):
             tree = {
                 "actor_rollout_ref": {"model": {"path": str(tmp_path / "model")}},
                 "trainer": {"default_local_dir": str(self.folder), "n_gpus_per_node": 2},
             }
-            return list(checkpoint_problems(config_from_dict(tree, overrides)))
+            return config_from_dict(tree, overrides)
+
+        def problems(self, *overrides):
+            return list(checkpoint_problems(self.config(*overrides)))
 
     return Run()
 
@@ -98,3 +101,46 @@ def test_a_folder_that_is_no_checkpoint(run):
     (run.folder / "global_step_3").mkdir(parents=True)
     (problem,) = run.problems(*path(run.folder / "global_step_3"))
     assert "manifest.json" in problem.reason
+
+
+RANK, ALPHA = "actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.lora_alpha=8"
+SGD = "actor_rollout_ref.actor.optim.optimizer=sgd"
+TARGETS = "actor_rollout_ref.model.target_modules=[q_proj]"
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "told"),
+    [
+        ([RANK], [RANK], []),
+        ([RANK], ["actor_rollout_ref.model.lora_rank=8"], ["actor_rollout_ref.model.lora_rank = 4, this run has 8"]),
+        ([RANK], [RANK, ALPHA], ["actor_rollout_ref.model.lora_alpha = 16, this run has 8"]),
+        ([RANK], [RANK, TARGETS], ["target_modules = ['all-linear'], this run has ['q_proj']"]),
+        ([RANK], [], ["lora_rank = 4, this run has nothing"]),
+        ([], [RANK], ["lora_rank = nothing, this run has 4"]),
+        ([SGD], [SGD], []),
+        ([SGD], [], ["optim.optimizer = sgd, this run has nothing"]),
+        ([], [SGD], ["optim.optimizer = nothing, this run has sgd"]),
+    ],
+)
+def test_an_adapter_and_an_optimizer_continue_only_as_themselves(run, then, now, told):
+    folder = checkpoint.folder_of(run.folder, 3)
+    checkpoint.start(folder)
+    trained = trained_facts(run.config(*then))
+    checkpoint.finish(folder, {"step": 3, "model": SMALL, "num_ranks": 2, "trained": trained})
+    reasons = [problem.reason for problem in run.problems(*now)]
+    assert bool(reasons) == bool(told)
+    for words in told:
+        assert any(words in reason for reason in reasons)
+
+
+def test_an_adapter_does_not_continue_on_another_base_of_the_same_shape(run, tmp_path):
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.write_bytes(bytes(1_000_000))
+    folder = checkpoint.folder_of(run.folder, 3)
+    checkpoint.start(folder)
+    state = {"step": 3, "model": SMALL, "num_ranks": 2, "trained": trained_facts(run.config(RANK))}
+    checkpoint.finish(folder, state)
+    assert run.problems(RANK) == []
+    weights.write_bytes(bytes(500_000) + b"another fine-tuned model" * 1000 + bytes(476_000))
+    (problem,) = run.problems(RANK)
+    assert "the weights at actor_rollout_ref.model.path" in problem.reason

@@ -45,6 +45,42 @@ OFFLOAD = "actor_rollout_ref.actor.fsdp_config.optimizer_offload=true"
             "no effect with",
             f"{MODEL}.enable_activation_offload=true",
         ),
+        (
+            [f"{MODEL}.recompute=selective", f"{MODEL}.enable_gradient_checkpointing=false"],
+            f"{MODEL}.recompute",
+            "no effect with",
+            f"{MODEL}.enable_gradient_checkpointing=true",
+        ),
+        (
+            [f"{MODEL}.recompute=selective", "actor_rollout_ref.actor.strategy=megatron"],
+            f"{MODEL}.recompute",
+            "strategy=megatron",
+            f"{MODEL}.recompute=full",
+        ),
+        (
+            [f"{MODEL}.recompute=selective", f"{MODEL}.enable_activation_offload=true"],
+            f"{MODEL}.recompute",
+            "stays on the device",
+            f"{MODEL}.enable_activation_offload=false",
+        ),
+        (
+            ["trainer.empty_cache_every_n_steps=5", "trainer.device=cpu"],
+            "trainer.empty_cache_every_n_steps",
+            "no effect with",
+            "trainer.device=auto",  # a GPU may be where it runs
+        ),
+        (
+            ["trainer.memory_snapshot_on_oom=true", "trainer.device=cpu"],
+            "trainer.memory_snapshot_on_oom",
+            "no effect with",
+            "trainer.memory_snapshot_on_oom=false",
+        ),
+        (
+            ["trainer.per_process_memory_fraction=0.9", "trainer.device=cpu"],
+            "trainer.per_process_memory_fraction",
+            "no effect with",
+            "trainer.per_process_memory_fraction=null",
+        ),
     ],
 )
 def test_a_lever_without_effect_is_a_problem_and_its_fix_mends_it(words, key, reason, mended):

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from rlhf_mp.config.schema import DataConfig
 from rlhf_mp.data import prompts
 from rlhf_mp.data.prompt_table import DataFile, changed_files, compare_files
-from rlhf_mp.data.prompts import Prompt, load_prompts
+from rlhf_mp.data.prompts import Prompt, given_prompts, load_prompts
 from rlhf_mp.errors import CheckpointError, ConfigError
 
 WORDS = ["<pad>", "<s>", "<user>", "<system>", "<assistant>", "?", "one", "two", "three", "be", "brief"]
@@ -179,6 +179,22 @@ def test_messages_without_a_chat_template_are_refused(tokenizer, write, knobs):
     files = write({"prompt": [{"role": "user", "content": "one"}], "answer": "1"})
     with pytest.raises(ConfigError, match="chat messages need a chat template"):
         load_prompts(files, tokenizer, knobs(apply_chat_template=False))
+
+
+def test_prompts_from_no_file_are_what_a_file_would_have_given(tokenizer, write, knobs):
+    rows = [{"prompt": "one two", "answer": "3"}, {"prompt": [{"role": "user", "content": "be brief"}], "answer": 7}]
+    assert given_prompts(rows, tokenizer, knobs()) == [*load_prompts(write(*rows), tokenizer, knobs())]
+    (unanswered,) = given_prompts(["one two"], tokenizer, knobs())
+    assert unanswered == replace(given_prompts(rows, tokenizer, knobs())[0], answer="")
+
+
+@pytest.mark.parametrize(
+    "row, message",
+    [({"prompt": "one"}, "has no column 'answer'"), ("one " * 50, "more tokens than data.max_prompt_length")],
+)
+def test_a_prompt_from_no_file_can_be_wrong_too(tokenizer, knobs, row, message):
+    with pytest.raises(ConfigError, match=f"prompt 1(.|\n)*{message}"):
+        given_prompts(["two", row], tokenizer, knobs(max_prompt_length=20))
 
 
 def test_many_bad_rows_are_counted_not_all_printed(tokenizer, write, knobs):

@@ -25,9 +25,9 @@ def start(inputs: list[str]) -> Iterator[Callable[..., Job]]:
     """``start(run_dir, *overrides, num_ranks=1)``: DeepSpeed with several ranks, plain torch with one."""
     jobs = []
 
-    def start_job(run_dir: Path, *overrides: str, num_ranks: int = 1) -> Job:
+    def start_job(run_dir: Path, *overrides: str, num_ranks: int = 1, **options) -> Job:
         own = ONE_RANK if num_ranks == 1 else []
-        jobs.append(Job(run_dir, *inputs, *own, *overrides, num_ranks=num_ranks))
+        jobs.append(Job(run_dir, *inputs, *own, *overrides, num_ranks=num_ranks, **options))
         return jobs[-1]
 
     yield start_job

@@ -35,9 +35,12 @@ LAUNCHER_VARIABLES = {
 }
 
 
-def command(config: Path, *overrides: str, num_ranks: int = 1) -> list[str]:
+LAUNCH = ROOT / "launch" / "train.py"
+
+
+def command(config: Path, *overrides: str, num_ranks: int = 1, script: Path = LAUNCH) -> list[str]:
     """What a user types: plain python for one rank, deepspeed for several."""
-    script = [str(ROOT / "launch" / "train.py"), "--config", str(config), *overrides]
+    script = [str(script), "--config", str(config), *overrides]
     if num_ranks == 1:
         return [sys.executable, *script]
     port = 20_000 + os.getpid() % 20_000  # jobs of one test run follow each other
@@ -52,7 +55,9 @@ def environment() -> dict[str, str]:
 class Job:
     """Started on construction, in a session of its own. Whatever is seen of it is remembered until ``left``."""
 
-    def __init__(self, run_dir: Path, *overrides: str, num_ranks: int = 1, config: Path = QUICKSTART):
+    def __init__(
+        self, run_dir: Path, *overrides: str, num_ranks: int = 1, config: Path = QUICKSTART, script: Path = LAUNCH
+    ):
         self.run_dir, self.output_file = run_dir, run_dir.with_name(f"{run_dir.name}.output")
         self.guards: dict[int, dict] = {}  # what the guard of each rank was told
         self._processes: dict[int, str] = {}  # pid: start time
@@ -63,7 +68,7 @@ class Job:
         words = [*overrides, f"trainer.default_local_dir={run_dir}", f"trainer.n_gpus_per_node={num_ranks}"]
         with open(self.output_file, "a") as output:
             self.launcher = subprocess.Popen(
-                command(config, *words, num_ranks=num_ranks), env=environment(), cwd=ROOT,
+                command(config, *words, num_ranks=num_ranks, script=script), env=environment(), cwd=ROOT,
                 stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
             )  # fmt: skip
 

@@ -26,15 +26,18 @@ def kill(find: Callable[[Job], int]) -> Callable[[Job], None]:
     return lambda job: os.kill(find(job), signal.SIGKILL)
 
 
+INTERRUPTED = r"interrupted: (rank [01] \(pid \d+\) was ended by SIG(INT|TERM)|the launcher of rank [01] )"
+
 FAULTS = {
     "rank 1": Fault(kill(lambda job: job.rank(1)), rf"rank 1 \(pid \d+\): {KILLED}", "rank_1", 2),
     "rank 0": Fault(kill(lambda job: job.rank(0)), rf"rank 0 \(pid \d+\): {KILLED}", "rank_0", 2),
     "Ctrl-C": Fault(
         lambda job: os.killpg(job.launcher.pid, signal.SIGINT),
-        r"interrupted: rank [01] \(pid \d+\) was ended by SIGINT",
+        INTERRUPTED,
         None,
         2,
     ),
+    "kill of the launcher": Fault(lambda job: os.kill(job.launcher.pid, signal.SIGTERM), INTERRUPTED, None, 2),
     "scheduler": Fault(
         kill(lambda job: job.titled("^ray::SchedulerActor")),
         "the rollout scheduler: its process was killed or crashed",
@@ -53,19 +56,13 @@ FAULTS = {
 }
 
 
-UNSETTLED = pytest.mark.xfail(
-    strict=False,
-    reason="seen once: the launcher's SIGKILL was faster than the rank's own SIGINT, so the guard named a killed rank",
-)
-CASES = [pytest.param(fault, id=name, marks=[UNSETTLED] * (name == "Ctrl-C")) for name, fault in FAULTS.items()]
-
-
-@pytest.mark.parametrize("fault", CASES)
+@pytest.mark.parametrize("fault", [pytest.param(fault, id=name) for name, fault in FAULTS.items()])
 def test_a_death_ends_the_job_and_is_named_first(start, tmp_path, fault):
     job = start(
         tmp_path / "run",
         "trainer.total_training_steps=1000",
         "trainer.val_before_train=false",
+        "trainer.max_engine_restarts=0",
         num_ranks=fault.num_ranks,
     )
     job.wait_for_step(1)

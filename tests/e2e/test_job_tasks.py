@@ -7,10 +7,10 @@ import pytest
 from job import ROOT, Job
 from transformers import AutoModelForSequenceClassification
 
-from rlhf_mp.quickstart import preferences
+from rlhf_mp.quickstart import preferences, written
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
-ADDITIONS = [{"prompt": f"{a}+{b}=", "answer": f"{a + b:03d}"} for a in range(10) for b in range(10)]
+ADDITIONS = [{"prompt": f"{a}+{b}=", "answer": written(a + b)} for a in range(10) for b in range(10)]
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,7 @@ def run(tiny_checkpoint: Path, tmp_path_factory):
     for name, rows in {"rows": ADDITIONS, "pairs": pairs}.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    def job(task: str, run_dir: Path, *overrides: str) -> Job:
+    def job(task: str, run_dir: Path, *overrides: str, num_ranks: int = 2) -> Job:
         data = folder / ("rows.jsonl" if task == "sft" else "pairs.jsonl")
         started = Job(
             run_dir,
@@ -33,7 +33,7 @@ def run(tiny_checkpoint: Path, tmp_path_factory):
             "trainer.test_freq=2",
             "trainer.save_freq=2",
             *overrides,
-            num_ranks=2,
+            num_ranks=num_ranks,
             config=ROOT / "configs" / f"{'rm' if task == 'reward_model' else task}_quickstart.yaml",
         )
         try:

@@ -11,6 +11,8 @@ from unittest.mock import patch
 
 import pytest
 
+from rlhf_mp.prepare import RANK_0_FIRST_S
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "launch" / "train.py"
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
@@ -77,7 +79,7 @@ def test_only_rank_0_prints_and_the_others_fail_after_it(train, sound, capsys, m
         monkeypatch.setenv(name, value)
     assert train["main"](["--config", str(sound), "trainer.nnodes=0"]) == 2
     assert capsys.readouterr() == ("", "")
-    assert waited == [train["RANK_0_FIRST_S"]]  # a launcher would end rank 0 before it has printed
+    assert waited == [RANK_0_FIRST_S]  # a launcher would end rank 0 before it has printed
     monkeypatch.setenv("RANK", "0")
     assert train["main"](["--config", str(sound), "trainer.nnodes=0"]) == 2
     assert "trainer.nnodes = 0" in capsys.readouterr().err

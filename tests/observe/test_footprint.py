@@ -63,7 +63,8 @@ def loss_fn(output, batch, totals):
 @pytest.fixture(scope="module")
 def trained(config):
     """Two steps of a real engine, watched."""
-    actor, reference = make_actor(config, CPU, 10), make_reference(config, CPU)
+    actor = make_actor(config, CPU, 10)
+    reference = make_reference(config, CPU, actor)
     footprint = Footprint({Role.actor: actor, Role.reference: reference}, plan_of(config, Machine(None, 1e12)), CPU)
     for _ in range(2):
         with footprint.during(Phase.score):

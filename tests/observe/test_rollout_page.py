@@ -6,6 +6,7 @@ import shutil
 import subprocess
 from html.parser import HTMLParser
 
+import apt_packages
 import pytest
 from PIL import Image
 
@@ -198,10 +199,9 @@ def test_without_validation_the_last_step_has_a_page(tokenizer, decode, tmp_path
 
 @pytest.fixture(scope="module")
 def browser() -> str:
-    found = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if found is None:
-        pytest.skip(f"needs a browser: one of {', '.join(BROWSERS)} in the PATH")
-    return found
+    if not any(map(shutil.which, BROWSERS)) and (why := apt_packages.install(BROWSERS[0])):
+        pytest.skip(f"needs a browser, one of {', '.join(BROWSERS)} in the PATH: {why}")
+    return next(filter(None, map(shutil.which, BROWSERS)))
 
 
 def drawn(browser, page, folder, *options) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from rlhf_mp.algorithms.value_loss import make_value_loss
 from rlhf_mp.config.schema import ActorConfig, CriticConfig, DeepSpeedConfig, MegatronConfig, OffloadConfig, OptimConfig
@@ -23,15 +24,22 @@ OPTIM = {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.01, "lr_warmup_step
 # A bias of keys hardly changes attention: its gradient is mostly rounding, which a small epsilon makes a full step.
 OPTIM["eps"] = 1e-6
 # Rows each data-parallel rank gets, cut unevenly: rank 1 of 2 has a micro-batch less and gets empty ones.
-CUTS = {1: [[[0, 1, 2], [3], [4, 5]]], 2: [[[0, 1], [2], [3]], [[4, 5], [], []]]}
+CUTS = {
+    1: [[[0, 1, 2], [3], [4, 5]]],
+    2: [[[0, 1], [2], [3]], [[4, 5], [], []]],
+    4: [[[0], [1]], [[2], []], [[3], [4]], [[5], []]],
+}
 
 
 def trained(
-    offload: OffloadConfig | None = None, deepspeed: DeepSpeedConfig | None = None, **megatron: Any
+    offload: OffloadConfig | None = None,
+    deepspeed: DeepSpeedConfig | None = None,
+    optim: OptimConfig | None = None,
+    **megatron: Any,
 ) -> ActorConfig:
     megatron.setdefault("sequence_parallel", False)
     return ActorConfig(
-        optim=OptimConfig(**OPTIM),
+        optim=optim or OptimConfig(**OPTIM),
         grad_clip=0.5,
         fsdp_config=offload or OffloadConfig(),
         deepspeed=deepspeed or DeepSpeedConfig(zero_stage=0),
@@ -120,10 +128,12 @@ def largest_difference(ours: Iterable[torch.Tensor], theirs: Iterable[torch.Tens
 class Oracle:
     """One model, trained by TorchEngine for NUM_STEPS."""
 
-    def __init__(self, role: str, path: str):
+    def __init__(self, role: str, path: str, optim: OptimConfig | None = None):
         self.role, self.path = role, path
         head = HEADS[role][0]
-        engine = TorchEngine(head.load(path, torch.float32), ForwardSettings(CPU, head), trained(), NUM_STEPS)
+        engine = TorchEngine(
+            self.build(head, torch.float32), ForwardSettings(CPU, head), trained(optim=optim), NUM_STEPS
+        )
         self.vocab = engine.module.config.vocab_size
         self.scored = [batch(0, self.vocab).select(rows) for rows in ([0, 3], [1], [2, 4, 5])]
         self.checkpoint = {name: p.detach().clone() for name, p in engine.weights()}
@@ -131,6 +141,10 @@ class Oracle:
         self.trained = train(engine, role, self.vocab, CUTS[1][0])
         self.weights = {name: p.detach() for name, p in engine.weights()}
         self.score = engine.score(self.scored)
+
+    def build(self, head: Head, dtype: torch.dtype) -> nn.Module:
+        """What is trained, as it is before the first step."""
+        return head.load(self.path, dtype)
 
     def smallest_move(self) -> float:
         """How far the weights of the stillest tensor went."""

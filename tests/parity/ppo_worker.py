@@ -85,7 +85,7 @@ def make_trainer(config: RunConfig, vocab: int) -> Trainer:
         schedule=Schedule(NUM_STEPS, -1, -1, False, config.trainer.critic_warmup),
         actor=actor,
         critic=make_critic(config, CPU, 1),
-        reference=make_reference(config, CPU),
+        reference=make_reference(config, CPU, actor),
         algorithm=make_algorithm(config),
         rollouts=Rollouts(config, actor.layout.dp_rank, vocab),
         swap=None,

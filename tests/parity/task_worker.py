@@ -39,7 +39,7 @@ def config_of(task: str, folder: Path, overrides: list[str]):
 def train(engine: TrainEngine, config, examples, cut: Cut, layout: ParallelLayout) -> dict[str, list[float]]:
     """Loss and gradient norm of every step; the loss summed over ranks."""
     task, batches = make_task(config), None
-    reference = make_reference(config, CPU) if task.needs_reference else None
+    reference = make_reference(config, CPU, engine) if task.needs_reference else None
     batches = Batches(examples, PromptOrder(len(examples), BATCH, 1, True), (cut, cut), layout.dp_rank, layout.dp_size)
     found: dict[str, list[float]] = {"loss": [], "grad_norm": [], "accuracy": []}
     for _ in range(NUM_STEPS):

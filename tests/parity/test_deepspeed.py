@@ -1,16 +1,11 @@
 """DeepSpeed ZeRO 0-3, with and without offload, on one and two real ranks, against the one-process engine."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from oracle import make_critic_checkpoint
-
-from rlhf_mp.cluster.bootstrap import LAUNCHER_ENV
-from rlhf_mp.cluster.first_failure import tail
+from torchrun import on_ranks
 
 pytestmark = pytest.mark.engine
 WORKER = Path(__file__).with_name("zero_worker.py")
@@ -21,7 +16,10 @@ STAGES = [
         (0, False, False), (1, False, False), (1, False, True), (2, False, False), (2, False, True), (3, False, False),
         (3, False, True), (3, True, True),
     ]
-] + ["stage 3, param_offload True, optimizer_offload True, packed, activations on the host"]  # fmt: skip
+] + [
+    f"stage 3, param_offload True, optimizer_offload True, {extra}"
+    for extra in ("packed, activations on the host", "selective recomputation")
+]  # fmt: skip
 TOLERANCE = 1e-5  # largest difference after ten steps in float32; of the gradient's norm, relative
 
 
@@ -31,15 +29,7 @@ def launched(request, tiny_checkpoint, tmp_path_factory) -> dict:
     folder = tmp_path_factory.mktemp("parity")
     make_critic_checkpoint(tiny_checkpoint, folder / "critic")
     models = [f"actor={tiny_checkpoint}", f"critic={folder / 'critic'}"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(request.param)]
-    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_ENV}
-    environment |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
-    with (folder / "log").open("wb") as log:
-        done = subprocess.run(
-            [*command, str(WORKER), str(folder / "out.json"), *models],
-            env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, timeout=500, check=False,
-        )  # fmt: skip
-    assert done.returncode == 0, tail(folder / "log", 60)
+    on_ranks(WORKER, request.param, folder, str(folder / "out.json"), *models)
     return json.loads((folder / "out.json").read_text())
 
 

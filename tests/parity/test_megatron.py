@@ -1,15 +1,13 @@
 """Megatron computes what one plain process computes, however model and data are spread over ranks."""
 
 import json
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 from oracle import make_critic_checkpoint
+from torchrun import on_ranks
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 pytestmark = [
@@ -66,15 +64,7 @@ def launched(request, tmp_path_factory) -> dict:
     folder = tmp_path_factory.mktemp(f"{kind}_{num_ranks}")
     make_model(kind, tied, folder / "actor")
     make_critic_checkpoint(folder / "actor", folder / "critic")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
-    done = subprocess.run(
-        [*launch, str(WORKER), str(folder), *ROLES],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(WORKER.parents[2])},
-        capture_output=True,
-        text=True,
-        timeout=540,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    on_ranks(WORKER, num_ranks, folder, str(folder), *ROLES, timeout_s=540)
     return json.loads((folder / "report.json").read_text())
 
 

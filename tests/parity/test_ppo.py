@@ -1,16 +1,13 @@
 """PPO's whole update, advantages to weights, against a reference written out in loops, step for step."""
 
 import json
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from oracle import make_critic_checkpoint
+from torchrun import on_ranks
 
-from rlhf_mp.cluster.bootstrap import LAUNCHER_ENV
 from rlhf_mp.models.tiny import TinyShape, character_tokenizer, make_checkpoint
 
 pytestmark = pytest.mark.engine
@@ -39,16 +36,7 @@ def report(request, tmp_path_factory) -> dict:
     folder = tmp_path_factory.mktemp("ppo")
     make_checkpoint(folder / "actor", character_tokenizer("0123456789+= "), TinyShape(64, 2, 4, 2, 16), std=0.1)
     make_critic_checkpoint(folder / "actor", folder / "critic")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
-    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_ENV}
-    done = subprocess.run(
-        [*launch, str(WORKER), str(folder), json.dumps({"actor": actor, "critic": critic})],
-        env=environment | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(WORKER.parents[2])},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    on_ranks(WORKER, num_ranks, folder, str(folder), json.dumps({"actor": actor, "critic": critic}), timeout_s=300)
     return json.loads((folder / "report.json").read_text())
 
 

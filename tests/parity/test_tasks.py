@@ -1,15 +1,12 @@
 """Fine-tuning, preference optimisation and reward models: two real ranks compute what one process computes."""
 
 import json
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from torchrun import on_ranks
 
-from rlhf_mp.cluster.bootstrap import LAUNCHER_ENV
 from rlhf_mp.models.tiny import TinyShape, character_tokenizer, make_checkpoint
 
 pytestmark = pytest.mark.engine
@@ -37,16 +34,7 @@ def report(request, tmp_path_factory) -> dict:
     sums = [(a, b) for a in range(8) for b in range(0, 80, 11)]
     rows = [{"prompt": f"{a}+{b}=", "response": str(a + b), "chosen": str(a + b), "rejected": "1234"} for a, b in sums]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_ENV}
-    done = subprocess.run(
-        [*launch, str(WORKER), str(folder), *request.param],
-        env=environment | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(WORKER.parents[2])},
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    on_ranks(WORKER, 2, folder, str(folder), *request.param)
     return json.loads((folder / "report.json").read_text())
 
 

@@ -13,6 +13,7 @@ from oracle import NUM_STEPS, Oracle, largest_difference, settings, summed_over_
 from torch import nn
 
 from rlhf_mp.config.schema import ActorConfig, DeepSpeedConfig, OffloadConfig
+from rlhf_mp.train.checkpointing import checkpoint_layers
 from rlhf_mp.train.deepspeed_engine import DeepSpeedEngine, DeepSpeedScorer, init_distributed
 
 
@@ -28,12 +29,21 @@ CASES = [
 PACKED = (3, True, True)  # the case that is run without padding, and with activations on the host, too
 
 
-def builder(oracle: Oracle, dtype: torch.dtype = torch.float32, *, packed: bool = False) -> Callable[[], nn.Module]:
-    return lambda: settings(oracle.role, packed=packed).head.load(oracle.path, dtype)
+def builder(
+    oracle: Oracle, dtype: torch.dtype = torch.float32, *, packed: bool = False, selective: bool = False
+) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        module = oracle.build(settings(oracle.role, packed=packed).head, dtype)
+        if selective:
+            checkpoint_layers(module, every=1, recompute="selective")
+        return module
+
+    return build
 
 
-def run_case(oracle: Oracle, config: ActorConfig, *, packed: bool = False) -> dict[str, float]:
-    build, forward = builder(oracle, packed=packed), settings(oracle.role, packed=packed)
+def run_case(oracle: Oracle, config: ActorConfig, *, packed: bool = False, selective: bool = False) -> dict[str, float]:
+    build = builder(oracle, packed=packed, selective=selective)
+    forward = settings(oracle.role, packed=packed)
     forward = replace(forward, offload_layers=1 if packed else None)
     engine = DeepSpeedEngine(build, forward, config, NUM_STEPS, "float32")
     found = oracle.compare(oracle.train(engine), engine)
@@ -60,6 +70,8 @@ def report_of(oracle: Oracle) -> dict:
     name = "stage {}, param_offload {}, optimizer_offload {}"
     cases = {name.format(*knobs): run_case(oracle, case(*knobs)) for knobs in CASES}
     cases[f"{name.format(*PACKED)}, packed, activations on the host"] = run_case(oracle, case(*PACKED), packed=True)
+    some_whole = trained(OffloadConfig(True, True), DeepSpeedConfig(zero_stage=3))
+    cases[f"{name.format(*PACKED)}, selective recomputation"] = run_case(oracle, some_whole, selective=True)
     return {
         "cases": cases,
         "frozen": frozen(oracle),

@@ -50,6 +50,10 @@ def test_what_is_on_is_not_offered_again():
         ({f"{ACTOR}.strategy": "megatron"}, f"{ACTOR}.fsdp_config.optimizer_offload"),
         ({f"{ACTOR}.deepspeed.zero_stage": 2}, f"{ACTOR}.fsdp_config.param_offload"),
         ({}, "actor_rollout_ref.ref.fsdp_config.param_offload"),  # no reference model
+        (
+            {f"{ACTOR}.use_kl_loss": "true", f"{MODEL}.lora_rank": 8},  # the actor's own base
+            "actor_rollout_ref.ref.fsdp_config.param_offload",
+        ),
         ({}, f"{ACTOR}.ppo_micro_batch_size_per_gpu"),  # micro-batches are cut by tokens
         ({f"{ACTOR}.ppo_max_token_len_per_gpu": 1500}, f"{ACTOR}.ppo_max_token_len_per_gpu"),  # 1024 must fit
     ],
@@ -80,3 +84,10 @@ def test_every_lever_is_a_knob_and_can_be_typed():
     for phase in Phase:
         for lever in levers_off(config, phase):
             run(**OPEN | {word.split("=")[0]: word.split("=")[1] for word in [str(lever).split(" (")[0]]})
+
+
+def test_selective_checkpointing_can_still_become_full():
+    selective = run(**{f"{MODEL}.recompute": "selective"})
+    (lever,) = (x for x in levers_off(selective, Phase.train, needed) if x.key == f"{MODEL}.recompute")
+    assert lever.value == "full" and lever.saves == needed(selective, Phase.train) - needed(run(), Phase.train) > 0
+    assert f"{MODEL}.recompute" not in keys(run(), Phase.train)

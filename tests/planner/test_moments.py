@@ -23,7 +23,7 @@ from rlhf_mp.planner.job import (
     ZeroLayout,
 )
 from rlhf_mp.planner.known_models import find_model
-from rlhf_mp.planner.plan import make_plan
+from rlhf_mp.planner.plan import ENGINE_PROCESSES, make_plan
 from rlhf_mp.planner.report import as_json, describe, explain
 from rlhf_mp.planner.term import Component, Role
 
@@ -35,6 +35,19 @@ JOBS = {
     "grpo": GRPO,
     "offload": replace(GRPO, layout=ZeroLayout(8, param_offload=True, optimizer_offload=True), reference_offload=True),
     "ppo": replace(GRPO, algorithm="ppo", critic=LLAMA, reward_model=LLAMA),
+    "served": replace(
+        GRPO,
+        algorithm="ppo",
+        critic=LLAMA,
+        reward_model=LLAMA,
+        reward_server=Engine(tp=2, max_cache_tokens=8192, max_sequences=0, cuda_graphs=False),
+    ),
+    "served apart": replace(
+        GRPO,
+        engine=Engine(tp=8, on_own_gpus=True),
+        reward_model=LLAMA,
+        reward_server=Engine(max_cache_tokens=8192, max_sequences=0, cuda_graphs=False, on_own_gpus=True),
+    ),
     "asleep": replace(GRPO, engine=Engine(tp=2, num_engines=4, sleeps=True)),
     "apart": replace(GRPO, engine=Engine(tp=8, on_own_gpus=True)),
     "sft": replace(GRPO, algorithm="sft", engine=None, reference=False),
@@ -112,6 +125,51 @@ def test_a_sleeping_engine_frees_its_memory_outside_of_rollout_and_its_cache_in_
     assert awake.peak_of(Phase.rollout).gpu_bytes == asleep.peak_of(Phase.rollout).gpu_bytes
     assert awake.peak_of(Phase.train).gpu_bytes - asleep.peak_of(Phase.train).gpu_bytes == pytest.approx(engine)
     assert awake.peak_of(Phase.sync).gpu_bytes - asleep.peak_of(Phase.sync).gpu_bytes == pytest.approx(cache)
+
+
+def test_a_served_reward_model_is_on_no_rank_and_awake_in_every_phase():
+    scalar = LLAMA.num_params - 128_256 * 4_096 + 4_096
+    for moment in make_plan(JOBS["served"]).moments:
+        assert Role.reward_model not in {t.role for t in moment.terms}
+        held = {t.component: t.bytes for t in moment.terms if t.role is Role.reward_server}
+        assert held[Component.weights] == 2 * scalar / 2  # bytes, over tp 2
+        assert held[Component.kv_cache] == 8192 * cache_bytes_per_token(LLAMA, 2, 2).value
+    ranks, served = (make_plan(JOBS[name]).peak_of(Phase.score) for name in ("ppo", "served"))
+    assert "reward model" in {m.name for m in make_plan(JOBS["ppo"]).moments}
+    assert {t.bytes for t in ranks.terms if t.role is Role.reward_model} == {2 * scalar / 8}
+    contexts = [t.bytes for t in served.terms if t.component is Component.context]
+    assert contexts == [3 * CONTEXT]  # of a rank, its engine and the reward server
+
+
+def test_a_reward_server_on_gpus_of_its_own_is_a_moment_of_its_own():
+    roles = {moment.name: {t.role for t in moment.terms} for moment in make_plan(JOBS["served apart"]).moments}
+    assert roles.pop("a reward server scores") == {Role.reward_server, Role.process}
+    assert all(Role.reward_server not in others for others in roles.values())
+
+
+def test_a_machine_holds_each_reward_server_once():
+    """On a CPU all of them are host memory: what the ranks don't hold, times the servers, and their programs."""
+    cpu = replace(JOBS["cpu"], layout=ZeroLayout(4), ranks_per_node=4)
+    server = Engine(num_engines=2, max_cache_tokens=100, max_sequences=0, cuda_graphs=False, weight_bytes=4)
+    served = make_plan(replace(cpu, reward_model=LLAMA, reward_server=server))
+    held = sum(t.bytes for t in served.worst.terms if t.role is Role.reward_server)
+    assert served.host_per_node == pytest.approx(make_plan(cpu).host_per_node + 2 * (held + ENGINE_PROCESSES))
+
+
+def test_a_reward_model_in_4_bits():
+    whole, packed = (
+        next(
+            t.bytes
+            for t in make_plan(replace(JOBS["ppo"], layout=TorchLayout(), reward_quantization=quantization))
+            .moments[0]
+            .terms
+            if t.role is Role.reward_model
+        )
+        for quantization in (None, "nf4")
+    )
+    linear, rest = LLAMA.linear_params, LLAMA.num_params_scalar_head - LLAMA.linear_params
+    assert whole == 2 * LLAMA.num_params_scalar_head
+    assert packed == pytest.approx(linear * (4 + 8 / 64 + 32 / (64 * 256)) / 8 + 2 * rest)
 
 
 def test_disjoint_engines_do_not_see_the_trainer_and_the_trainer_not_them():

@@ -11,10 +11,11 @@ from rlhf_mp.config.model_folder import count_parameters
 from rlhf_mp.phase import Phase
 from rlhf_mp.planner.amount import GIB
 from rlhf_mp.planner.engine_share import safe_shares
-from rlhf_mp.planner.hardware import find_gpu
+from rlhf_mp.planner.hardware import CONTEXT, find_gpu
 from rlhf_mp.planner.hf_config import read_shape
+from rlhf_mp.planner.nearest_fit import nearest_fit
 from rlhf_mp.planner.plan import make_plan
-from rlhf_mp.planner.preflight import Machine, job_of, nearest_fit, plan_of, plan_problems, this_machine
+from rlhf_mp.planner.preflight import Machine, job_of, plan_of, plan_problems, this_machine
 from rlhf_mp.planner.report import describe
 from rlhf_mp.planner.term import Component, Role
 
@@ -324,3 +325,67 @@ def test_a_forward_pass_is_planned_with_its_own_cut(folder):
     assert (batch.tokens, batch.score_tokens) == (2 * 1024, 16_384)
     own = small | {"actor_rollout_ref.actor.log_prob_max_token_len_per_gpu": 4096}
     assert job_of(run(folder, **own), H100).batch.score_tokens == 4096
+
+
+LORA = {"actor_rollout_ref.model.lora_rank": 16, "actor_rollout_ref.actor.use_kl_loss": "true"}
+SIDES = {"q": 3584 + 3584, "k": 3584 + 512, "v": 3584 + 512, "o": 3584 + 3584, "up": 3584 + 18944}
+
+
+def terms(config, role, component):
+    return [t for t in plan_of(config, H100).peak_of(Phase.train).terms if (t.role, t.component) == (role, component)]
+
+
+def test_an_adapter_is_planned_from_the_runs_config_and_its_reference_takes_nothing(folder):
+    config = run(folder, **LORA)
+    trained = 28 * 16 * (SIDES["q"] + SIDES["k"] + SIDES["v"] + SIDES["o"] + 3 * SIDES["up"])  # gate, up, down
+    assert sum(t.bytes for t in terms(config, Role.actor, Component.optimizer)) == pytest.approx(8 * trained / 8)
+    assert terms(config, Role.reference, Component.weights) == []
+    assert terms(run(folder, **LORA | {"actor_rollout_ref.model.lora_rank": 0}), Role.reference, Component.weights)
+    base = sum(t.bytes for t in terms(config, Role.actor, Component.weights))
+    assert base == pytest.approx(2 * (plan_of(config, H100).job.model.num_params + trained) / 8)
+    assert f"LoRA rank 16 ({trained:,} trained, 0.53%)" in describe(plan_of(config, H100))
+
+
+def test_chosen_matrices_are_counted_and_unknown_ones_are_told(folder):
+    few = run(folder, **LORA | {"actor_rollout_ref.model.target_modules": "[q_proj,v_proj]"})
+    found = sum(t.bytes for t in terms(few, Role.actor, Component.optimizer))
+    assert found == pytest.approx(28 * 16 * (SIDES["q"] + SIDES["v"]))
+    odd = run(folder, **LORA | {"actor_rollout_ref.model.target_modules": "[wide]"})
+    (problem,) = plan_problems(odd, H100)
+    assert problem.key == "actor_rollout_ref.model.target_modules" and "'wide'" in problem.reason
+
+
+@pytest.mark.parametrize(("stage", "shards"), [(0, 1), (1, 1), (2, 1), (3, 8)])
+def test_a_frozen_base_is_whole_wherever_weights_are(folder, stage, shards):
+    config = run(folder, **LORA | {"actor_rollout_ref.actor.deepspeed.zero_stage": stage})
+    found = sum(t.bytes for t in terms(config, Role.actor, Component.weights))
+    assert found > 2 * plan_of(config, H100).job.model.num_params / shards
+    assert found < 2.1 * plan_of(config, H100).job.model.num_params / shards
+
+
+def test_a_critics_adapter_is_its_own(folder):
+    own = {"algorithm.adv_estimator": "gae", "critic.model.lora_rank": 8}
+    config = run(folder, **own)
+    actors, critics = (sum(t.bytes for t in terms(config, r, Component.optimizer)) for r in (Role.actor, Role.critic))
+    assert critics == pytest.approx(actors * 0.0027, rel=0.02)
+
+
+def test_a_reference_that_is_the_base_is_not_told_to_leave_the_gpu(folder):
+    small = Machine(replace(find_gpu("h100"), memory=20 * GIB), 1000 * GIB)
+    problems = list(plan_problems(run(folder, **LORA), small))
+    assert problems and not any("ref.fsdp_config" in problem.fix for problem in problems)
+
+
+def test_disjoint_engines_leave_the_ranks_gpus_to_the_trainer_and_share_the_memory_of_a_laptop(folder):
+    knob = "trainer.placement"
+    together, apart = (run(folder, **{knob: value}) for value in ("colocated", "disjoint"))
+    training = {m.name: m for m in plan_of(apart, H100).moments if m.phase is Phase.train}
+    assert all(term.role is not Role.engine for moment in training.values() for term in moment.terms)
+    before = plan_of(together, H100).peak_of(Phase.train)
+    engine = sum(term.bytes for term in before.terms if term.role is Role.engine)
+    assert engine > 30 * GIB  # half of a card
+    after = plan_of(apart, H100).peak_of(Phase.train)
+    assert before.gpu_bytes - after.gpu_bytes == pytest.approx(engine + CONTEXT)
+    taking_in = next(m for m in plan_of(apart, H100).moments if m.name == "an engine takes in weights")
+    assert {term.role for term in taking_in.terms} == {Role.engine, Role.process}
+    assert plan_of(together, LAPTOP).host_per_node == plan_of(apart, LAPTOP).host_per_node

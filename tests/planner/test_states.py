@@ -176,7 +176,7 @@ def test_lora_by_hand():
     by_hand = 32 * 16 * (4 * 8192 + 3 * (4096 + 11008))
     shape = find_model("llama-2-7b")
     assert lora_params(shape, Adapter()) == by_hand == 39_976_960
-    assert lora_params(shape, Adapter(targets="qv")) == 32 * 16 * 2 * 8192
+    assert lora_params(shape, Adapter(targets=("q_proj", "v_proj"))) == 32 * 16 * 2 * 8192
     assert lora_params(shape, Adapter(rank=32)) == 2 * by_hand
 
 

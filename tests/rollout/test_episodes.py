@@ -10,7 +10,7 @@ from rlhf_mp.data.prompts import Prompt
 from rlhf_mp.data.types import Trajectory
 from rlhf_mp.environments.base import Turn
 from rlhf_mp.rollout.base import Completion, SamplingParams
-from rlhf_mp.rollout.episodes import Episodes, episode_metrics
+from rlhf_mp.rollout.episodes import Episode, Episodes, episode_metrics
 
 PROMPT = Prompt(3, [1, 2], "question", "truth")
 STOP = 9
@@ -214,3 +214,13 @@ def test_metrics_of_episodes_by_hand():
         "rollout/ended_by_time_fraction": (1, 2),
         "rollout/ended_by_error_fraction": (0, 2),
     }
+
+
+def test_every_token_of_an_episode_has_a_version():
+    episode = Episode()
+    episode.read([8])  # an opening, before anything was sampled
+    episode.say(Completion([4, 5], [-0.5, -1.0], "stop", 3, [3, 4]))
+    episode.read([9, 9])
+    episode.say(Completion([6], [-2.0], "stop", 6))
+    assert (episode.versions, episode.version) == ([-1, 3, 4, 4, 4, 6], 3)
+    assert len(episode.versions) == len(episode.ids) == len(episode.mask)

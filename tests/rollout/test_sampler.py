@@ -12,7 +12,7 @@ from rlhf_mp.data.prompts import Prompt
 from rlhf_mp.environments.base import Turn
 from rlhf_mp.errors import EngineError
 from rlhf_mp.rewards.weighted import Worth
-from rlhf_mp.rollout.base import Completion, SamplingParams
+from rlhf_mp.rollout.base import Completion, FixedEngines, SamplingParams
 from rlhf_mp.rollout.episodes import Episodes
 from rlhf_mp.rollout.sampler import Sampler, response_seed
 
@@ -65,7 +65,7 @@ class LastTokenReward:
 def sampler(*engines: FakeEngine) -> tuple[Sampler, LastTokenReward]:
     reward = LastTokenReward()
     made = Sampler(Decoder(), reward)
-    made.connect(engines)
+    made.connect(FixedEngines(engines))
     return made, reward
 
 
@@ -115,7 +115,7 @@ def test_episodes_of_a_group_are_played_by_one_engine_and_judged_together():
         engines, reward = [FakeEngine(), FakeEngine()], Paid()
         episodes = Episodes(Twice, MultiTurnConfig(enable=True), Encoder(), lambda ids: "")
         made = Sampler(Decoder(), reward, episodes)
-        made.connect(engines)
+        made.connect(FixedEngines(engines))
         responses = await made.group(PROMPTS[0], replace(PARAMS, max_new_tokens=20), [5, 6], group_id=2)
         # FakeEngine answers with what it read and the seed: 10 5, then (with the observation 99) 10 10 5 99 5
         assert [t.response_ids for t in responses] == [[10, s, 99, 10, 10, s, 99, s] for s in (5, 6)]
@@ -205,3 +205,50 @@ def test_no_two_responses_of_a_run_share_a_seed():
         (seed, step, group, i) for seed in (0, 1) for step in range(-1, 12) for group in range(12) for i in range(12)
     ]
     assert len({response_seed(*place) for place in places}) == len(places)
+
+
+class FakeRewardServer:
+    """A sequence is worth its sum; keeps what it was asked."""
+
+    def __init__(self):
+        self.asked = []
+
+    async def score(self, sequences):
+        self.asked.append(sequences)
+        return [float(sum(sequence)) for sequence in sequences]
+
+
+class Servers:
+    def __init__(self, server):
+        self.server, self.numbers = server, []
+
+    async def run(self, number, work):
+        self.numbers.append(number)
+        return await work(self.server)
+
+    def metrics(self):
+        return {"reward_model/restarts": (1, 1)}
+
+
+def test_a_served_reward_model_scores_whole_sequences_and_equal_ones_once():
+    async def run():
+        made, _ = sampler(FakeEngine())
+        server = FakeRewardServer()
+        servers = Servers(server)
+        made.connect(made.engines, servers)
+        found = await made.group(PROMPTS[1], PARAMS, [5, 6, 5], group_id=0)
+        assert server.asked == [[(11, 11, 11, 11, 5), (11, 11, 11, 11, 6)]] and servers.numbers == [2]
+        assert [t.rm_score for t in found] == [49.0, 50.0, 49.0]
+        assert [t.reward for t in found] == [5.0, 6.0, 5.0]  # the rule's, as without it
+        assert made.metrics() == {"reward_model/restarts": (1, 1)}
+
+    asyncio.run(run())
+
+
+def test_without_one_there_are_no_scores():
+    async def run():
+        made, _ = sampler(FakeEngine())
+        assert [t.rm_score for t in await made.group(PROMPTS[0], PARAMS, [1, 2], group_id=0)] == [None, None]
+        assert made.metrics() == {}
+
+    asyncio.run(run())

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf_mp.config.schema import ActorConfig
+from rlhf_mp.config.schema import ActorConfig, ModelConfig
 from rlhf_mp.data.collate import collate
 from rlhf_mp.data.types import Trajectory
 from rlhf_mp.errors import SyncError
 from rlhf_mp.models.heads import PolicyHead
 from rlhf_mp.models.hf import load_causal_lm
+from rlhf_mp.models.lora import add_adapter
 from rlhf_mp.rollout.base import SamplingParams
 from rlhf_mp.rollout.sglang_client import EngineControl, SGLangClient
 from rlhf_mp.train.accumulate import ForwardSettings
@@ -23,6 +24,7 @@ from rlhf_mp.weights.buckets import Packer
 from rlhf_mp.weights.canary import make_canary
 from rlhf_mp.weights.disk import DiskTransport
 from rlhf_mp.weights.distributed import DistributedTransport
+from rlhf_mp.weights.fleet import FixedRoster
 from rlhf_mp.weights.tensor import TensorTransport
 
 pytestmark = pytest.mark.engine
@@ -32,9 +34,16 @@ STOP = 1
 BUCKET_BYTES = 400_000  # several buckets for 3 MB of weights
 
 
-def trainer(path: Path, temperature: float = 1.0) -> TorchEngine:
-    settings = ForwardSettings(CPU, PolicyHead(temperature))
-    return TorchEngine(load_causal_lm(str(path), torch.float32), settings, ActorConfig(), num_steps=1)
+def trainer(path: Path, temperature: float = 1.0, model: ModelConfig | None = None) -> TorchEngine:
+    """
+    Args:
+        model: with an adapter; None: the checkpoint as it is.
+    """
+    head = PolicyHead(temperature)
+    module = load_causal_lm(str(path), torch.float32, quantization=model.quantization if model else None)
+    if model is not None:
+        add_adapter(module, module.model.layers, model, head, torch.float32)
+    return TorchEngine(module, ForwardSettings(CPU, head), ActorConfig(), num_steps=1)
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +73,7 @@ def syncs(sglang_server, control, tmp_path_factory) -> dict[str, WeightSync]:
     return {
         name: WeightSync(
             transport,
-            [control],
+            FixedRoster([control]),
             Packer(BUCKET_BYTES, CPU, shared=transport.shared_buffers),
             dtype=torch.float32,
             is_sender=True,
@@ -203,6 +212,30 @@ def test_the_canary_agrees_after_a_good_swap_and_catches_stale_weights(syncs, co
     check(changed)
     with pytest.raises(SyncError, match=r"log-probs of its own sample differ from the trainer's by .*canary_tolerance"):
         check(original)  # the trainer has moved on, the engine has not
+
+
+@pytest.mark.parametrize(
+    ("transport", "quantization"), [*((name, None) for name in VERSIONS), ("tensor", "nf4")], ids=str
+)
+def test_an_adapter_reaches_the_engine_merged(sglang_server, control, syncs, tiny_checkpoint, transport, quantization):
+    model = ModelConfig(str(tiny_checkpoint), lora_rank=4, lora_alpha=12, quantization=quantization)
+    engine = trainer(tiny_checkpoint, model=model)
+    sync, version = syncs[transport], VERSIONS[transport] + 5
+    sync.push(engine.weights(), version, must_differ=False)
+    assert largest_difference(sglang_server, engine) <= 1e-4
+    whole_base = largest_difference(sglang_server, trainer(tiny_checkpoint))  # an adapter begins as nothing
+    assert whole_base <= 1e-4 if quantization is None else whole_base > 0.1
+
+    generator = torch.Generator().manual_seed(5)
+    for parameter in engine.module.parameters():
+        if parameter.requires_grad:
+            parameter.data.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+    sync.push(engine.weights(), version + 1, must_differ=True)
+    assert largest_difference(sglang_server, engine) <= 1e-4
+    assert largest_difference(sglang_server, trainer(tiny_checkpoint)) > 0.1
+    canary = make_canary(32, max_prompt=16, max_response=32, temperature=1.0, tolerance=1e-4, seed=1)
+    sampled = [canary.sample(control)]
+    canary.check(["engine"], sampled, engine.score([collate(sampled)])[0], version=version + 1)
 
 
 def test_a_swap_works_again_after_a_refused_one(sglang_server, syncs, changed):

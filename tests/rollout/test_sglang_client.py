@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import io
 import json
 import threading
 import time
@@ -9,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from rlhf_mp.errors import EngineError, SyncError
+from rlhf_mp.errors import EngineError, EngineLost, SyncError
 from rlhf_mp.rollout.base import Completion, SamplingParams
 from rlhf_mp.rollout.sglang_client import EngineControl, SGLangClient, completion_of
 from rlhf_mp.rollout.sglang_server import Address
@@ -61,6 +62,11 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(text.encode())
 
+    def do_GET(self):
+        self.headers["Content-Length"] = "2"
+        self.rfile = io.BytesIO(b"{}")
+        self.do_POST()
+
     def log_message(self, *_):
         pass
 
@@ -104,6 +110,7 @@ def test_a_group_is_one_request_with_a_seed_for_each_response(server):
     (path, key, body), *others = server.requests
     assert (path, key, others) == ("/generate", "Bearer the-key", [])
     shared = {"temperature": 0.7, "top_p": 0.9, "top_k": -1, "max_new_tokens": 5, "stop_token_ids": [1, 7]}
+    assert len(set(body.pop("rid"))) == 2
     assert body == {
         "input_ids": [[8, 9], [8, 9]],
         "sampling_params": [shared | {"sampling_seed": 11}, shared | {"sampling_seed": 12}],
@@ -152,12 +159,65 @@ def test_no_answer_in_time_is_an_error_that_names_the_knob(server):
         control(server, timeout_s=0.2).call("/x")
 
 
+def test_who_does_not_answer_or_fails_inside_is_lost_and_who_refuses_is_not(server):
+    def kind(status) -> type:
+        server.reply = lambda path, body: (status, "words")
+        with pytest.raises(EngineError) as error:
+            generate(server)
+        with pytest.raises(EngineError) as other:
+            control(server).pause()
+        assert error.type is other.type
+        return error.type
+
+    assert {status: kind(status) for status in (400, 500, 503, None)} == {
+        400: EngineError,
+        500: EngineLost,
+        503: EngineLost,
+        None: EngineLost,
+    }
+
+
+def test_a_commit_that_gets_no_answer_is_a_loss_and_no_refusal(server):
+    server.reply = lambda path, body: (None, None)
+    with pytest.raises(EngineLost):
+        control(server).commit(["m"], 41)
+
+
+def check(server: Server, timeout_s: float) -> None:
+    async def run():
+        client = SGLangClient("engine 0", server.address, timeout_s=10)
+        try:
+            await client.check(timeout_s)
+        finally:
+            await client.close()
+
+    asyncio.run(run())
+
+
+def test_a_check_is_a_question_with_a_limit_of_its_own(server):
+    server.reply = lambda path, body: (200, {"internal_states": []})
+    check(server, 10)
+    assert server.requests == [("/server_info", "Bearer the-key", {})]
+    server.reply = lambda path, body: (time.sleep(0.6), (200, {}))[1]
+    with pytest.raises(EngineLost, match=r"no answer in 0\.2 s \(actor_rollout_ref.rollout.health_check_timeout_s\)"):
+        check(server, 0.2)
+
+
+def test_calls_that_a_healthy_engine_answers_at_once_have_a_shorter_limit(server):
+    server.reply = lambda path, body: (time.sleep(0.6), (200, {"message": "verify_s=0.1 "}))[1]
+    engine = EngineControl("engine 0", server.address, 10, prompt_s=0.2)
+    for act in (engine.pause, engine.resume, engine.flush, lambda: engine.begin(["a"])):
+        with pytest.raises(EngineLost, match=r"\(actor_rollout_ref.rollout.health_check_timeout_s\)"):
+            act()
+    assert engine.commit(["m"], 1) == 0.1
+
+
 def test_engines_are_reached_past_a_proxy(server, monkeypatch):
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")  # nobody listens there
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
-    assert len(generate(server)) == 1
+    assert len(generate(server, seeds=[11])) == 1
     server.reply = lambda path, body: (200, {})
     control(server).pause()
 
@@ -173,7 +233,7 @@ def test_the_control_side_sends_its_key_with_every_request(server):
         ("/continue_generation", "Bearer the-key"),
         ("/update_weights_from_tensor", "Bearer the-key"),
     ]
-    assert server.requests[0][2] == {"mode": "retract"}
+    assert server.requests[0][2] == {"mode": "abort"}
     assert server.requests[2][2]["serialized_named_tensors"] == ["a", "b"]
 
 

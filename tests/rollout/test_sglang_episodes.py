@@ -18,7 +18,7 @@ from rlhf_mp.rewards.base import Response, Setting
 from rlhf_mp.rewards.judge import JudgeReward
 from rlhf_mp.rewards.rules import EnvironmentReward
 from rlhf_mp.rewards.weighted import WeightedReward
-from rlhf_mp.rollout.base import SamplingParams
+from rlhf_mp.rollout.base import FixedEngines, SamplingParams
 from rlhf_mp.rollout.episodes import Episodes
 from rlhf_mp.rollout.sampler import Sampler
 from rlhf_mp.rollout.sglang_client import EngineControl, SGLangClient
@@ -28,6 +28,7 @@ from rlhf_mp.train.accumulate import ForwardSettings
 from rlhf_mp.train.torch_engine import TorchEngine
 from rlhf_mp.weights.base import WeightSync
 from rlhf_mp.weights.buckets import Packer
+from rlhf_mp.weights.fleet import FixedRoster
 from rlhf_mp.weights.tensor import TensorTransport
 
 pytestmark = pytest.mark.engine
@@ -67,7 +68,7 @@ def episodes_of(server, path, *, fails=False, n=NUM_EPISODES):
     async def run():
         client = SGLangClient("engine", server.address, timeout_s=60)
         sampler = Sampler(tokenizer, reward, episodes)
-        sampler.connect([client])
+        sampler.connect(FixedEngines([client]))
         try:
             return await sampler.group(prompt, SamplingParams(1.0, 1.0, -1, 60, (stop,)), list(range(n)), 0)
         finally:
@@ -80,9 +81,8 @@ def swap_in(engine, server) -> None:
     transport = TensorTransport(server.workers, gather=lambda own: [own], on_cpu=True)
     control = EngineControl("engine", server.address, timeout_s=60)
     packer = Packer(1_000_000, CPU, shared=True)
-    sync = WeightSync(
-        transport, [control], packer, dtype=torch.float32, is_sender=True, workers_per_engine=server.workers
-    )
+    roster, workers = FixedRoster([control]), server.workers
+    sync = WeightSync(transport, roster, packer, dtype=torch.float32, is_sender=True, workers_per_engine=workers)
     sync.push(engine.weights(), 1, must_differ=False)
 
 

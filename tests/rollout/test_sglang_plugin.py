@@ -106,3 +106,18 @@ def test_the_plugin_is_inert_outside_our_servers(monkeypatch, value):
     monkeypatch.setenv(sglang_plugin.ACTIVE, "1")
     with pytest.raises(ImportError):
         sglang_plugin.install()
+
+
+def test_only_a_head_that_has_a_bias_loses_its_random_start():
+    class Model(torch.nn.Module):
+        def __init__(self, bias: bool):
+            super().__init__()
+            self.score = torch.nn.Linear(4, 1, bias=bias)
+
+    torch.manual_seed(0)
+    model, bare = Model(bias=True), Model(bias=False)
+    assert model.score.bias.item() != 0
+    before = model.score.weight.clone()
+    for each in (model, bare, torch.nn.Linear(2, 2)):
+        sglang_plugin.clear_bias(each)
+    assert model.score.bias.item() == 0 and torch.equal(model.score.weight, before)

@@ -112,7 +112,8 @@ def test_every_knob_of_the_engine_changes_the_command_line():
     """But those that the scheduler sends with each request, or that decide about servers as such."""
     elsewhere = {
         "name", "n", "temperature", "top_p", "top_k", "num_engines", "startup_timeout_s", "request_timeout_s",
-        "val_kwargs", "multi_turn",
+        "val_kwargs", "multi_turn", "max_staleness", "over_sample_rate",
+        "health_check_interval_s", "health_check_timeout_s",
     }  # fmt: skip
     changed = {
         "reproducible": False, "dtype": "float32", "tensor_model_parallel_size": 2, "gpu_memory_utilization": 0.1,
@@ -203,6 +204,13 @@ def test_a_server_is_ready_when_it_answers_even_behind_a_proxy(start, monkeypatc
     server.check_alive()
 
 
+def test_another_server_at_its_port_is_not_taken_for_it(start):
+    """SGLang answers a health check without a key."""
+    stranger = HEALTHY.replace("200 if", '200 if self.path == "/health_generate" or').replace("Bearer", "Bearer other")
+    with pytest.raises(EngineError, match="not up after 1.5 s"):
+        start(stranger).wait_ready(1.5)
+
+
 def test_the_key_lies_in_a_private_file_until_the_server_has_read_it(start, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     server = start(HEALTHY)
@@ -242,3 +250,18 @@ def test_stopping_ends_the_server_and_what_it_started(start, tmp_path):
     child = int(pid_file.read_text())
     assert wait_until(lambda: not is_running(child), 10)
     assert server.process.returncode == -signal.SIGKILL  # it did not listen to SIGTERM
+
+
+def test_killing_ends_what_is_stopped_and_what_a_dead_server_left(start, tmp_path):
+    pid_file = tmp_path / "pid"
+    server = start(f"#!/bin/sh\nsleep 60 &\necho $! > {pid_file}.new; mv {pid_file}.new {pid_file}\nwait\n")
+    while not pid_file.exists():
+        server.check_alive()
+    child = int(pid_file.read_text())
+    os.kill(child, signal.SIGSTOP)
+    server.process.kill()
+    server.process.wait()
+    assert is_running(child)
+    server.kill()
+    assert not is_running(child)
+    server.kill()  # nothing is left to kill

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import apt_packages
 import pytest
 from additions import make_inputs
 from cluster import NAMESPACES, Cluster
@@ -33,17 +34,8 @@ def install() -> str:
     """Why Slurm can't be had here; empty once it is installed."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "a Slurm of several machines on one takes Linux and root"
-    if missing_programs() and shutil.which("apt-get"):
-        quiet = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
-        for words in (["update"], ["install", "-y", "--no-install-recommends", *PACKAGES]):
-            try:
-                done = subprocess.run(
-                    ["apt-get", "-qq", *words], env=quiet, capture_output=True, text=True, timeout=120
-                )
-            except subprocess.TimeoutExpired:
-                return "Slurm is not installed, and apt-get took longer than two minutes"
-            if done.returncode:
-                return f"Slurm is not installed, and apt-get {words[0]} failed: {done.stderr.strip()[-300:]}"
+    if missing_programs() and (why := apt_packages.install(*PACKAGES)):
+        return f"Slurm is not installed: {why}"
     if missing := missing_programs():
         return f"not installed: {', '.join(missing)}"
     tried = subprocess.run(["unshare", *NAMESPACES, "--fork", "sh", "-c", TRIAL], capture_output=True, text=True)

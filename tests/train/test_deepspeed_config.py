@@ -64,6 +64,14 @@ def test_the_optimizer_is_adamw_with_our_numbers():
     assert config["optimizer"] == {"type": "AdamW", "params": expected}
 
 
+def test_sgd_is_torchs_wherever_it_steps():
+    optim = OptimConfig(lr=0.5, optimizer="sgd", momentum=0.8, weight_decay=0.4)
+    for offload in (OffloadConfig(), OffloadConfig(optimizer_offload=True)):
+        config = train_config(actor(optim=optim, fsdp_config=offload), dtype="float32", on_cpu=True)
+        expected = {"lr": 0.5, "momentum": 0.8, "weight_decay": 0.4}
+        assert config["optimizer"] == {"type": "SGD", "params": expected}
+
+
 @pytest.mark.parametrize(
     ("on_cpu", "offload", "expected"), [(True, False, True), (True, True, False), (False, False, False)]
 )

@@ -1,9 +1,10 @@
 """The learning rate as a factor, against numbers a reader can work out."""
 
 import pytest
+import torch
 
 from rlhf_mp.config.schema import OptimConfig
-from rlhf_mp.train.optimizer import learning_rate_factor
+from rlhf_mp.train.optimizer import learning_rate_factor, make_optimizer
 
 
 def factors(num_steps: int, steps: list[int], **optim) -> list[float]:
@@ -39,3 +40,23 @@ def test_the_last_planned_step_still_learns_and_later_ones_stay_at_the_end():
 
 def test_a_run_shorter_than_its_warm_up_only_warms_up():
     assert factors(3, [0, 1, 2], lr_warmup_steps=10, lr_scheduler_type="cosine") == [0.1, 0.2, 0.3]
+
+
+def test_sgd_by_hand():
+    weight = torch.nn.Parameter(torch.tensor([1.0]))
+    optimizer = make_optimizer([weight], OptimConfig(optimizer="sgd", lr=0.1, momentum=0.5, weight_decay=0.2))
+    seen = []
+    for _ in range(2):
+        weight.grad = torch.tensor([1.0])
+        optimizer.step()
+        seen.append(weight.item())
+    # 1 + 0.2 x 1 = 1.2, 1 - 0.1 x 1.2 = 0.88; then 0.5 x 1.2 + 1 + 0.2 x 0.88 = 1.776, 0.88 - 0.1776
+    assert seen == pytest.approx([0.88, 0.7024])
+
+
+def test_adamw_is_what_nobody_chose():
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = make_optimizer([weight], OptimConfig(lr=0.1, betas=[0.8, 0.9], eps=0.3, weight_decay=0.2))
+    expected = {"lr": 0.1, "betas": (0.8, 0.9), "eps": 0.3, "weight_decay": 0.2}
+    assert type(optimizer) is torch.optim.AdamW
+    assert {name: optimizer.param_groups[0][name] for name in expected} == expected

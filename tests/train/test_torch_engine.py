@@ -1,6 +1,7 @@
 """The reference engine: log-probs against a loop over unpadded sequences, steps against their own invariances."""
 
 import gc
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -171,6 +172,46 @@ def test_a_loaded_engine_continues_bit_identically(path, batch, tmp_path):
     assert all(torch.equal(p, weights(straight)[name]) for name, p in resumed.weights())
 
 
+def state(model: TorchEngine) -> dict[str, torch.Tensor]:
+    """Everything that the next step depends on."""
+    moments = model.optimizer.state_dict()["state"]
+    found = {f"{index}.{name}": x.clone() for index, state in moments.items() for name, x in state.items()}
+    return weights(model) | found | {"lr": torch.tensor(model.schedule.get_last_lr())}
+
+
+def harmful(where: str):
+    """A loss that is no finite number, or one that is, with a gradient that is not."""
+
+    def loss_of(output, batch, totals):
+        loss, metrics = loss_fn(output, batch, totals)
+        match where:
+            case "loss":
+                return loss + torch.inf, metrics
+            case "number alone":  # which has no gradient of its own
+                return loss + torch.tensor(torch.nan), metrics
+            case "gradient":
+                return loss + (output.logprobs[:1, 1:2] * 0).sqrt().sum(), metrics
+        return loss, metrics
+
+    return loss_of
+
+
+@pytest.mark.parametrize("where", ["loss", "number alone", "gradient"])
+def test_a_step_without_a_finite_loss_or_gradient_changes_nothing(path, batch, where):
+    model = engine(path, OptimConfig(lr=1e-2, lr_warmup_steps=4))
+    step(model, batch)
+    before = state(model)
+    cut = [batch.select(rows) for rows in ([0, 1, 2], [3, 4, 5])]
+    skipped = model.train_step(cut, totals_of(batch), harmful(where))
+    assert not math.isfinite(skipped["grad_norm"][0])
+    assert all(torch.equal(x, before[name]) for name, x in state(model).items())
+
+    straight = engine(path, OptimConfig(lr=1e-2, lr_warmup_steps=4))
+    step(straight, batch)
+    assert step(model, batch) == step(straight, batch)  # and nothing of it is left for the next one
+    assert all(torch.equal(x, state(straight)[name]) for name, x in state(model).items())
+
+
 def test_weights_have_the_names_of_the_checkpoint_and_tied_ones_come_once(path):
     from safetensors import safe_open
 
@@ -287,7 +328,8 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32_weights(path, batch):
 
 def test_the_reference_stays_where_it_started(path, batch):
     config = run_config(path, **PLAIN)
-    actor, reference = make_actor(config, CPU, num_updates=10), make_reference(config, CPU)
+    actor = make_actor(config, CPU, num_updates=10)
+    reference = make_reference(config, CPU, actor)
     before = reference.score([batch])[0]
     torch.testing.assert_close(before, actor.score([batch])[0], atol=1e-6, rtol=0)
     step(actor, batch)

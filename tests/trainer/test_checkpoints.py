@@ -178,10 +178,26 @@ def test_another_model_is_refused_with_what_is_different(tmp_path):
         resumed(tmp_path, identity=MODEL | {"hidden_size": 128})
 
 
-def test_another_number_of_ranks_is_refused(tmp_path):
+def test_another_number_of_ranks_is_told_and_draws_random_numbers_of_its_own(tmp_path):
+    torch.manual_seed(1)
     save(tmp_path, 3)
-    with pytest.raises(CheckpointError, match=r"was written by 1 rank\(s\), this run has 4\n    fix: "):
-        resumed(tmp_path, ranks=Ranks(0, 4))
+    drawn = [torch.rand(4)]
+    for rank in range(2):
+        torch.manual_seed(1 + rank)
+        made, fresh = checkpoints(tmp_path, ranks=Ranks(rank, 2)), trainer()
+        made._load(fresh, checkpoint.folder_of(tmp_path, 3), made._choose()[1])
+        assert (fresh.step, fresh.actor.weight) == (3, 103)
+        assert "written by 1 rank(s), resumed by 2" in made.said
+        drawn.append(torch.rand(4))
+    assert len({tuple(numbers.tolist()) for numbers in drawn}) == 3
+
+
+def test_of_a_checkpoint_that_does_not_say_its_backend_the_number_of_ranks_must_be_the_same(tmp_path):
+    save(tmp_path, 3)
+    folder = checkpoint.folder_of(tmp_path, 3)
+    state = checkpoint.read_state(folder, checksums=False)
+    del state["trained"]
+    assert [*checkpoint.misfits(state, MODEL, 4, TRAINED)] == ["was written by 1 rank(s), this run has 4"]
 
 
 @pytest.mark.parametrize(
@@ -242,6 +258,7 @@ class ThreadRanks:
 
     def __init__(self, rank: int, meeting: threading.Barrier, box: list):
         self.rank, self._meeting, self._box = rank, meeting, box
+        self._gathered = box[1]
 
     def barrier(self) -> None:
         self._meeting.wait(10)
@@ -254,9 +271,16 @@ class ThreadRanks:
         self.barrier()
         return value
 
+    def gather(self, value: Any) -> list[Any]:
+        self._gathered[self.rank] = value
+        self.barrier()
+        values = [*self._gathered]
+        self.barrier()
+        return values
+
 
 def on_two_ranks(work) -> list:
-    meeting, box, results = threading.Barrier(2), [None], [None, None]
+    meeting, box, results = threading.Barrier(2), [None, [None, None]], [None, None]
 
     def run(rank: int) -> None:
         try:

@@ -9,7 +9,7 @@ from test_trainer import SHARE, trainer
 from rlhf_mp.config.reward_model import RewardModelConfig
 from rlhf_mp.data.collate import collate
 from rlhf_mp.data.types import Trajectory
-from rlhf_mp.trainer.reward_model import RewardModel, RunningMoments
+from rlhf_mp.trainer.reward_model import RewardModel, RunningMoments, SampledScores
 
 
 class Scorer:
@@ -126,3 +126,39 @@ def test_a_reward_models_rewards_are_what_advantages_come_from_and_what_it_has_s
     assert first[0].rewards.tolist() == [1.0, 11.0] and first[0].advantages.max() == 11.0
     ((_, metrics), _) = made.log.sinks[0].written
     assert metrics["reward_model/reward_mean"] == 6.0
+
+
+def sampled(scores, greedy):
+    """Responses that came with their scores, and those of the greedy response; rule rewards 1 and 0.5."""
+    return collate(
+        [
+            Trajectory([9], [1], [0.0], [True], 1.0, 0, 0, "stop", 0.5, rm_score=score, baseline_rm_score=base)
+            for score, base in zip(scores, greedy, strict=True)
+        ]
+    )
+
+
+def test_scores_that_came_with_the_responses_are_used_as_those_of_the_ranks_are():
+    knobs = {"normalize": True, "clip": 1.2, "rule_coef": 0.25, "coef": 2.0}
+    on_ranks, served = model(**knobs), RewardModel(SampledScores(), RewardModelConfig(**knobs), lambda x: x)
+    given = batch_of([1, 3, 8], rule=[1.0] * 3), sampled([1.0, 3.0, 8.0], [0.0] * 3)
+    cut = [[2, 0], [], [1]]
+    (expected, said), (found, says) = (m.rewards(b, cut) for m, b in zip((on_ranks, served), given, strict=True))
+    assert torch.equal(found, expected) and says == said
+    assert served.state_dict() == on_ranks.state_dict()
+
+
+def test_a_greedy_responses_reward_is_shaped_like_the_others_and_teaches_nothing():
+    own = RewardModel(SampledScores(), RewardModelConfig(normalize=True, clip=1.5, rule_coef=4.0), lambda x: x)
+    batch = sampled([1.0, 3.0], [2.0, 11.0])
+    own.rewards(batch, [[0, 1]])
+    before = own.state_dict()
+    # mean 2, standard deviation 1: (2 - 2) / 1 = 0, (11 - 2) / 1 = 9, clipped to 1.5; and 4 x 0.5 of the rule
+    assert own.baselines(batch).tolist() == [2.0, 3.5]
+    assert own.state_dict() == before
+
+
+def test_only_baselines_that_were_scored_are_replaced():
+    batch = batch_of([1, 2])
+    assert batch.rm_scores is None and batch.baseline_rm_scores is None
+    assert sampled([1.0, 2.0], [3.0, 4.0]).baseline_rm_scores.tolist() == [3.0, 4.0]

@@ -89,7 +89,7 @@ def trainer(
         schedule=Schedule(num_steps, **({"test_freq": -1, "save_freq": -1, "val_before_train": True} | schedule)),
         task=task_parts,
         actor=engine,
-        reference=make_reference(config, CPU) if task_parts.needs_reference else None,
+        reference=make_reference(config, CPU, engine) if task_parts.needs_reference else None,
         batches=batches,
         validation=batches.share(examples[:20]),
         checkpoints=checkpoints,

@@ -7,7 +7,7 @@ import torch
 from loop_parts import SHARE, TRAJECTORIES, Scorer, token_times, trainer
 
 from rlhf_mp.data.collate import collate
-from rlhf_mp.data.types import SampleText, TokenTrace
+from rlhf_mp.data.types import MiniBatch, SampleText, TokenTrace, Totals
 from rlhf_mp.errors import EngineError
 from rlhf_mp.observe.metrics import MetricLog
 from rlhf_mp.phase import Phase
@@ -205,6 +205,26 @@ def test_an_engines_failure_ends_the_loop_before_anything_is_trained_or_saved():
     assert events == [("push", 0, 0), ("live", 0)]
 
 
+def test_engines_that_came_back_without_weights_get_them_and_the_question_is_asked_again():
+    events = []
+    made = trainer(2, events, val_before_train=True)
+    fetch, evaluate = made.rollouts.fetch, made.rollouts.evaluate
+    told = {"fetch": [None, None, SHARE, None, SHARE], "evaluate": [None, ({}, []), ({}, [])]}
+    made.rollouts.fetch = lambda step: fetch(step) and told["fetch"].pop(0)
+    made.rollouts.evaluate = lambda: evaluate() and told["evaluate"].pop(0)
+    made.train()
+    assert events == [
+        ("push", 0, 0), ("live", 0),
+        ("evaluate",), ("push", 0, 0), ("live", 0), ("evaluate",),
+        ("fetch", 0), ("push", 0, 0), ("live", 0), ("fetch", 0), ("push", 0, 0), ("live", 0), ("fetch", 0),
+        ("train", 12), ("train", 6), ("push", 1, 2), ("live", 1),
+        ("fetch", 1), ("push", 1, 2), ("live", 1), ("fetch", 1),
+        ("train", 12), ("train", 6), ("push", 2, 4), ("live", 2),
+        ("evaluate",), ("save", 2),
+    ]  # fmt: skip
+    assert made.swap.must_differ == [False] * 4 + [True, False, True]  # the same weights again are not stale
+
+
 def test_a_rank_with_a_part_of_anothers_model_counts_nothing_twice():
     made = trainer(1, [], counts=False)
     made.train()
@@ -263,7 +283,7 @@ def test_samples_of_a_step_come_with_their_advantages():
         SHARE,
         trajectories=[TRAJECTORIES[0], replace(TRAJECTORIES[1], reward=0.5)],
         score_rows=[[0, 1]],
-        minibatches=[],
+        minibatches=[MiniBatch([[0, 1]], Totals(8, 2))],
         samples=[sample, replace(sample, row=None)],
     )
     made.log.samples = lambda step, texts: shown.extend(texts)

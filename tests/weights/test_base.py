@@ -4,12 +4,13 @@ import pytest
 import torch
 
 from rlhf_mp.data.types import Trajectory
-from rlhf_mp.errors import EngineError, SyncError
+from rlhf_mp.errors import EngineError, EngineLost, SyncError
 from rlhf_mp.rollout.base import Completion
 from rlhf_mp.rollout.sglang_client import EngineControl
 from rlhf_mp.weights.base import WeightSync
 from rlhf_mp.weights.buckets import Packer
 from rlhf_mp.weights.canary import Canary
+from rlhf_mp.weights.fleet import FixedRoster
 from rlhf_mp.weights.swap import VerifiedSwap
 
 CPU = torch.device("cpu")
@@ -21,7 +22,7 @@ class FakeEngine(EngineControl):
     def __init__(self, name: str, events: list):
         self.name, self.events, self.version = name, events, -1
 
-    def pause(self, mode="retract"):
+    def pause(self):
         self.events.append((self.name, "pause"))
 
     def resume(self):
@@ -43,11 +44,11 @@ class FakeEngine(EngineControl):
 class FakeTransport:
     shared_buffers = False
 
-    def __init__(self, events: list):
-        self.events, self.connected = events, None
+    def __init__(self, events: list, all_or_none: bool = False):
+        self.events, self.connected, self.all_or_none = events, None, all_or_none
 
-    def connect(self, engines):
-        self.connected = [engine.name for engine in engines]
+    def connect(self, fleet):
+        self.connected = [engine.name for engine in fleet.live]
 
     def start(self, bucket):
         names, content = [slot.name for slot in bucket.slots], bucket.data.clone()
@@ -64,9 +65,46 @@ class FakeTransport:
 
 
 def sync(events: list, *, engines: int = 1, dtype=torch.float32, is_sender: bool = True) -> WeightSync:
-    controls = [FakeEngine(f"engine {i}", events) for i in range(engines)] if is_sender else []
+    controls = [FakeEngine(f"engine {i}", events) for i in range(engines)]
+    roster = FixedRoster(controls) if is_sender else None
     packer = Packer(80, CPU, shared=False)
-    return WeightSync(FakeTransport(events), controls, packer, dtype=dtype, is_sender=is_sender, workers_per_engine=2)
+    return WeightSync(FakeTransport(events), roster, packer, dtype=dtype, is_sender=is_sender, workers_per_engine=2)
+
+
+class Pool:
+    """A roster that lets the swap go on without engines that are lost; one may come back for the next."""
+
+    def __init__(self, engines: list[FakeEngine]):
+        self.engines, self.size = engines, len(engines)
+        self.reasons, self.settled = {}, []
+
+    def targets(self):
+        return [engine for engine in self.engines if engine.name not in self.reasons]
+
+    def lost(self, engine, error):
+        self.reasons[engine.name] = error.reason
+
+    def settle(self, version, engines):
+        self.settled.append((version, [engine.name for engine in engines]))
+
+
+def pooled(events: list, *, engines: int = 3, all_or_none: bool = False) -> tuple[WeightSync, Pool]:
+    pool = Pool([FakeEngine(f"engine {i}", events) for i in range(engines)])
+    transport = FakeTransport(events, all_or_none)
+    packer = Packer(80, CPU, shared=False)
+    return WeightSync(transport, pool, packer, dtype=torch.float32, is_sender=True, workers_per_engine=2), pool
+
+
+def dies_in(engine: FakeEngine, name: str) -> None:
+    def die(*args):
+        raise EngineLost(engine.name, f"{name} failed: ConnectionError")
+
+    setattr(engine, name, die)
+
+
+def engines_of(made: WeightSync) -> list[EngineControl]:
+    made.fleet.muster()
+    return made.fleet.live
 
 
 def weights(version: int, same=()) -> list[tuple[str, torch.Tensor]]:
@@ -115,7 +153,7 @@ def test_a_refused_version_leaves_the_engines_paused(monkeypatch):
     def refuse(manifest_payloads, version):
         raise SyncError("engine 0 refused weight version 3")
 
-    monkeypatch.setattr(made.engines[0], "commit", refuse)
+    monkeypatch.setattr(engines_of(made)[0], "commit", refuse)
     with pytest.raises(SyncError):
         made.push(weights(3), 3, must_differ=False)
     assert ("engine 0", "resume") not in events
@@ -124,10 +162,10 @@ def test_a_refused_version_leaves_the_engines_paused(monkeypatch):
 def test_an_engine_that_fails_is_an_error_though_others_are_well(monkeypatch):
     made = sync([], engines=2)
 
-    def fail(mode="retract"):
-        raise EngineError("engine 1", "/pause_generation failed")
+    def fail():
+        raise EngineLost("engine 1", "/pause_generation failed")
 
-    monkeypatch.setattr(made.engines[1], "pause", fail)
+    monkeypatch.setattr(engines_of(made)[1], "pause", fail)
     with pytest.raises(EngineError, match="engine 1"):
         made.push(weights(3), 3, must_differ=False)
 
@@ -200,3 +238,74 @@ def test_other_ranks_score_the_sample_of_the_sender():
     swap = VerifiedSwap(sync([], is_sender=False), Canary([4], 2, 1.0, 0.01), broadcast=lambda _: [sample])
     assert swap.push(Counting([-1.0, -2.0]), 5, must_differ=False) == {}
     assert scored == [[[4, 5, 6]]]
+
+
+@pytest.mark.parametrize("call", ["pause", "begin", "commit", "resume"])
+def test_an_engine_that_is_lost_on_the_way_is_left_out_and_the_others_get_the_version(call):
+    events = []
+    made, pool = pooled(events)
+    dies_in(pool.engines[1], call)
+    made.push(weights(3), 3, must_differ=False)
+    assert pool.reasons == {"engine 1": f"{call} failed: ConnectionError"} and made.whole
+    for name in ("engine 0", "engine 2"):
+        assert [event[1] for event in events if event[0] == name] == ["pause", "begin", "commit", "resume"]
+    assert [event[1] for event in events if event[0] == "engine 1"] == ["pause", "begin", "commit", "resume"][
+        : ["pause", "begin", "commit", "resume"].index(call)
+    ]
+
+
+def test_a_swap_that_loses_all_engines_still_gathers_on_every_rank():
+    events = []
+    made, pool = pooled(events, engines=1)
+    dies_in(pool.engines[0], "pause")
+    metrics = made.push(weights(3), 3, must_differ=False)
+    assert [event[0] for event in events] == ["start", "sent", "start", "sent", "finish"]
+    assert metrics["sync/bytes"] == (80, 1)
+
+
+def test_an_engine_that_refuses_is_an_error_whatever_became_of_the_others(monkeypatch):
+    made, pool = pooled([])
+    dies_in(pool.engines[0], "commit")
+
+    def refuse(manifest_payloads, version):
+        raise SyncError("engine 2 refused weight version 3")
+
+    pool.engines[2].commit = refuse
+    with pytest.raises(SyncError, match="engine 2 refused"):
+        made.push(weights(3), 3, must_differ=False)
+
+
+def test_where_one_loss_spoils_the_swap_for_all_it_is_done_again_with_those_that_are_left():
+    events = []
+    made, pool = pooled(events, all_or_none=True)
+    dies_in(pool.engines[1], "begin")
+    told = []
+
+    def broadcast(value):
+        told.append(value is not None)
+        return value
+
+    VerifiedSwap(made, Canary([4], 2, 1.0, tolerance=0.01), broadcast).push(Actor([-1.0, -2.0]), 5, must_differ=False)
+    assert told == [False, True]  # every rank hears that it must gather again
+    commits = [event[0] for event in events if event[1:2] == ("commit",)]
+    assert sorted(commits) == ["engine 0", "engine 2"]
+    assert pool.settled == [(5, ["engine 0", "engine 2"])]
+
+
+def test_an_engine_lost_at_its_canary_serves_nothing():
+    made, pool = pooled([])
+    dies_in(pool.engines[2], "sample")
+    metrics = VerifiedSwap(made, Canary([4], 2, 1.0, tolerance=0.01), broadcast=lambda value: value).push(
+        Actor([-1.0, -2.0]), 5, must_differ=False
+    )
+    assert pool.settled == [(5, ["engine 0", "engine 1"])]
+    assert metrics["sync/canary_logprob_diff"] == (0.0, 2)
+
+
+def test_without_any_engine_left_there_is_no_canary_and_nobody_serves():
+    made, pool = pooled([], engines=1)
+    dies_in(pool.engines[0], "sample")
+    metrics = VerifiedSwap(made, Canary([4], 2, 1.0, tolerance=0.01), broadcast=lambda value: value).push(
+        Actor([-1.0, -2.0]), 5, must_differ=False
+    )
+    assert pool.settled == [(5, [])] and "sync/canary_logprob_diff" not in metrics

@@ -1,0 +1,151 @@
+"""A swap while a real server samples: every token's log-prob is that of the version it carries, and none is lost."""
+
+import asyncio
+import threading
+import time
+
+import pytest
+import torch
+
+from rlhf_mp.config.schema import ActorConfig
+from rlhf_mp.data.collate import collate
+from rlhf_mp.data.types import Trajectory
+from rlhf_mp.models.heads import PolicyHead
+from rlhf_mp.models.hf import load_causal_lm
+from rlhf_mp.rollout.base import Completion, SamplingParams
+from rlhf_mp.rollout.sglang_client import EngineControl, SGLangClient
+from rlhf_mp.rollout.stragglers import first_complete
+from rlhf_mp.train.accumulate import ForwardSettings
+from rlhf_mp.train.torch_engine import TorchEngine
+from rlhf_mp.weights.base import WeightSync
+from rlhf_mp.weights.buckets import Packer
+from rlhf_mp.weights.fleet import FixedRoster
+from rlhf_mp.weights.tensor import TensorTransport
+
+pytestmark = pytest.mark.engine
+CPU = torch.device("cpu")
+PROMPTS = [[4, 9, 12, 6, 7, 13], [5, 5, 8]]
+NUM_TOKENS = 100  # of a context of 128
+SEEDS = [3, 4, 5, 6]
+STOP = 1
+PARAMS = SamplingParams(temperature=0.8, top_p=1.0, top_k=-1, max_new_tokens=NUM_TOKENS, stop_token_ids=(STOP,))
+
+
+@pytest.fixture(scope="module")
+def trainers(tiny_checkpoint) -> dict[int, TorchEngine]:
+    """Three versions of the weights, clearly apart."""
+    made = {}
+    for version in (5, 6, 7):
+        settings = ForwardSettings(CPU, PolicyHead(PARAMS.temperature))
+        made[version] = TorchEngine(load_causal_lm(str(tiny_checkpoint), torch.float32), settings, ActorConfig(), 1)
+        generator = torch.Generator().manual_seed(version)
+        for _, weight in made[version].weights():
+            weight.data.mul_(1 + 0.1 * torch.randn(weight.shape, generator=generator))
+    return made
+
+
+@pytest.fixture(scope="module")
+def sync(sglang_server) -> WeightSync:
+    workers = sglang_server.workers
+    return WeightSync(
+        TensorTransport(workers, gather=lambda own: [own], on_cpu=True),
+        FixedRoster([EngineControl("engine", sglang_server.address, timeout_s=60)]),
+        Packer(10**7, CPU, shared=True),
+        dtype=torch.float32,
+        is_sender=True,
+        workers_per_engine=workers,
+    )
+
+
+def sample_while(server, meanwhile) -> list[list[Completion]]:
+    """All groups at once, with something going on in another thread."""
+
+    async def run():
+        client = SGLangClient("engine", server.address, timeout_s=120)
+        try:
+            return await asyncio.gather(*(client.generate(prompt, PARAMS, SEEDS) for prompt in PROMPTS))
+        finally:
+            await client.close()
+
+    other = threading.Thread(target=meanwhile)
+    other.start()
+    found = asyncio.run(run())
+    other.join()
+    return found
+
+
+def logprobs_of(trainer: TorchEngine, prompt: list[int], ids: list[int]) -> torch.Tensor:
+    row = Trajectory(prompt, ids, [0.0] * len(ids), [True] * len(ids), 0.0, 0, 0, "length")
+    return trainer.score([collate([row])])[0][0, len(prompt) :]
+
+
+def test_each_token_has_the_logprob_of_the_version_it_carries(sglang_server, sync, trainers):
+    sync.push(trainers[5].weights(), 5, must_differ=False)
+    paused: list[float] = []
+
+    def swap_twice():
+        for version in (6, 7):
+            time.sleep(0.25)
+            start = time.monotonic()
+            sync.push(trainers[version].weights(), version, must_differ=True)
+            paused.append(time.monotonic() - start)
+
+    groups = sample_while(sglang_server, swap_twice)
+    seen = set()
+    for prompt, completions in zip(PROMPTS, groups, strict=True):
+        for c in completions:
+            assert len(c.ids) == len(c.logprobs) == len(c.versions)
+            assert STOP not in c.ids[:-1] and c.finish_reason == ("stop" if c.ids[-1] == STOP else "length")
+            assert c.finish_reason == "stop" or len(c.ids) == NUM_TOKENS
+            assert c.versions == sorted(c.versions) and c.version == c.versions[0]
+            seen |= {tuple(sorted(set(c.versions)))}
+            scored = {version: logprobs_of(trainer, prompt, c.ids) for version, trainer in trainers.items()}
+            own = torch.tensor([scored[version][i] for i, version in enumerate(c.versions)])
+            torch.testing.assert_close(torch.tensor(c.logprobs), own, atol=1e-4, rtol=0)
+            others = torch.stack(list(scored.values()))
+            assert (others[0] - others[1]).abs().mean() > 0.01  # or agreement would prove nothing
+    assert any(len(versions) > 1 for versions in seen), f"no swap came in the middle of a response: {seen}"
+    assert max(paused) < 5
+
+
+def test_a_swap_to_the_same_weights_changes_no_token(sglang_server, sync, trainers):
+    """Seeds draw by position: an interrupted response goes on with what would have come."""
+    sync.push(trainers[5].weights(), 8, must_differ=False)
+    straight = sample_while(sglang_server, lambda: None)
+
+    def swap():
+        time.sleep(0.3)
+        sync.push(trainers[5].weights(), 9, must_differ=False)
+
+    interrupted = sample_while(sglang_server, swap)
+    assert {v for group in interrupted for c in group for v in c.versions} == {8, 9}
+    for one, other in zip(straight, interrupted, strict=True):
+        assert [c.ids for c in one] == [c.ids for c in other]
+
+
+def test_an_aborted_straggler_leaves_the_engine_and_disturbs_nobody(sglang_server, sync, trainers):
+    sync.push(trainers[5].weights(), 10, must_differ=False)
+
+    async def run():
+        client = SGLangClient("engine", sglang_server.address, timeout_s=120)
+        long = SamplingParams(0.8, 1.0, -1, 110, (STOP,))
+        short = SamplingParams(0.8, 1.0, -1, 2, (STOP,))
+        try:
+            calls = [client.generate(PROMPTS[0], long, list(range(32))), client.generate(PROMPTS[1], short, [1])]
+            found = await first_complete(calls, 1)
+            deadline = time.monotonic() + 20
+            while client._aborts and time.monotonic() < deadline:
+                await asyncio.sleep(0.01)
+            start = time.monotonic()
+            again = await client.generate(PROMPTS[1], short, [1])
+            return found, again, client._aborts, time.monotonic() - start
+        finally:
+            await client.close()
+
+    found, again, left, _ = asyncio.run(run())
+    assert list(found) == [1] and found[1][0].ids == again[0].ids and not left
+    # all of them are gone: a pause has nothing to wait for
+    start = time.monotonic()
+    sync.fleet.each(lambda engine: engine.pause())
+    assert time.monotonic() - start < 2
+    sync.fleet.each(lambda engine: engine.resume())
