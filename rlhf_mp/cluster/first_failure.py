@@ -22,9 +22,9 @@ def claim(run_dir: Path, what: str, pid: int, message: str) -> bool:
     return True
 
 
-def claimed_meanwhile(run_dir: Path) -> bool:
+def claimed_meanwhile(run_dir: Path, grace_s: float = GRACE_S) -> bool:
     """Give way to an earlier failure: a broken connection or an exit code often follows from a death elsewhere."""
-    return wait_until((run_dir / FIRST_FAILURE).exists, GRACE_S)
+    return wait_until((run_dir / FIRST_FAILURE).exists, grace_s)
 
 
 def wait_until(condition: Callable[[], bool], seconds: float) -> bool:

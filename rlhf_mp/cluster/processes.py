@@ -1,7 +1,9 @@
 """Processes as /proc shows them: who is alive, who started whom, who belongs to a job, and how to end them."""
 
+import fcntl
 import os
 import signal
+import struct
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,6 +11,9 @@ from pathlib import Path
 TERM_S = 3.0  # from SIGTERM to SIGKILL
 REQUESTS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}  # to end
 LIMIT_S = 15.0  # what SIGKILL cannot end by then is given up
+PIDFD_INFO = struct.Struct("QQ11Ii")  # linux/pidfd.h: what is asked for, ..., exit status
+PIDFD_GET_INFO = 0b11 << 30 | PIDFD_INFO.size << 16 | 0xFF << 8 | 11
+PIDFD_INFO_EXIT = 1 << 3
 LAUNCHERS = {"deepspeed", "deepspeed.launcher.launch", "torchrun", "torch.distributed.run"}
 
 
@@ -30,17 +35,29 @@ def is_alive(pid: int, started: str) -> bool:
     return bool(fields) and fields[0] not in "ZX" and fields[19] == started
 
 
-def exit_status(pid: int) -> int | None:
-    """Exit code of a dead process, or minus its signal; None where its parent has collected it already.
+def exit_status(pid: int, pidfd: int) -> int | None:
+    """Exit code of a dead process, or minus its signal; None where its parent has collected it and Linux is older
+    than 6.15.
 
     A busy process may be killed before it has seen an earlier request to end: then that request counts.
     """
     fields = stat(pid)
     if not fields or fields[0] != "Z":
-        return None
+        return collected_status(pidfd)
     status = os.waitstatus_to_exitcode(int(fields[49]))
     asked = REQUESTS.intersection(pending_signals(pid)) if status == -signal.SIGKILL else ()
     return -min(asked) if asked else status
+
+
+def collected_status(pidfd: int) -> int | None:
+    """Of a process whose parent has collected it already; None where the kernel does not tell, or it still lives."""
+    info = bytearray(PIDFD_INFO.pack(PIDFD_INFO_EXIT, *[0] * 13))
+    try:
+        fcntl.ioctl(pidfd, PIDFD_GET_INFO, info)
+    except OSError:
+        return None
+    told, *_, status = PIDFD_INFO.unpack(info)
+    return os.waitstatus_to_exitcode(status) if told & PIDFD_INFO_EXIT else None
 
 
 def pending_signals(pid: int) -> set[int]:

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf_mp.cluster.alert import send_alert
-from rlhf_mp.cluster.first_failure import FIRST_FAILURE, claim, claimed_meanwhile, failure_text, wait_until
+from rlhf_mp.cluster.first_failure import FIRST_FAILURE, GRACE_S, claim, claimed_meanwhile, failure_text, wait_until
 from rlhf_mp.cluster.processes import REQUESTS, TERM_S, belonging_to, end, exit_status, is_alive
 from rlhf_mp.cluster.shared_memory import remove_files, untidy_files
 
+UNKNOWN_GRACE_S = 2 * GRACE_S  # who knows how its rank ended speaks before who does not
 PATIENCE_S = 3.0  # other ranks may end by themselves or by their launcher
 CRASHES = {-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL, -signal.SIGFPE}  # follow from nothing else
 INTERRUPTS = {-request for request in REQUESTS}
@@ -50,7 +51,7 @@ class Watched:
 class Ending:
     """How the rank ended."""
 
-    status: int | None  # exit code, or minus the signal; None: somebody else collected it first
+    status: int | None  # exit code, or minus the signal; None: see ``exit_status``
     farewell: int | None  # the exit code it announced
     orphaned: bool = False  # its launcher died first, so the guard ended it
 
@@ -112,7 +113,9 @@ class Watch:
                 self.failed_elsewhere_at = min(self.failed_elsewhere_at, time.monotonic())
             ready = {fd for fd, _ in poll.poll(1000)}
             if self.rank.alive_fd in ready:
-                status = exit_status(self.rank.pid)  # at once: it is lost when the launcher collects it
+                status = exit_status(
+                    self.rank.pid, self.rank.alive_fd
+                )  # at once: it may be lost when the launcher collects it
                 self.carry_output()
                 return Ending(status, self.read_farewell(), orphaned=launcher_died)
             for fd in ready.intersection(self.rank.launcher_fds):
@@ -165,7 +168,8 @@ class Watch:
     def report(self, ending: Ending) -> None:
         where = f" on {self.rank.host}" if self.rank.host else ""
         what, message = ending.describe(f"rank {self.rank.number} (pid {self.rank.pid}{where})")
-        if ending.status not in CRASHES and claimed_meanwhile(self.run_dir):
+        grace_s = UNKNOWN_GRACE_S if ending.status is None else GRACE_S
+        if ending.status not in CRASHES and claimed_meanwhile(self.run_dir, grace_s):
             return
         if claim(self.run_dir, what, self.rank.pid, message):
             log = None if what == "interrupted" else Path(self.rank.log)

@@ -1,5 +1,7 @@
 """How a process ended, as its guard reads it."""
 
+import os
+import platform
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -7,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from rlhf_mp.cluster.first_failure import wait_until
-from rlhf_mp.cluster.processes import exit_status, pending_signals, stat
+from rlhf_mp.cluster.processes import collected_status, exit_status, pending_signals, stat
 
 STOPPED, DEAD = "T", "Z"
 
@@ -28,9 +30,11 @@ def reaches(process: subprocess.Popen, state: str) -> bool:
 
 @pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
 def test_the_signal_that_ended_it(sleeper, ending):
-    assert exit_status(sleeper.pid) is None
+    pidfd = os.pidfd_open(sleeper.pid)
+    assert exit_status(sleeper.pid, pidfd) is None
     sleeper.send_signal(ending)
-    assert reaches(sleeper, DEAD) and exit_status(sleeper.pid) == -ending
+    assert reaches(sleeper, DEAD) and exit_status(sleeper.pid, pidfd) == -ending
+    os.close(pidfd)
 
 
 @pytest.mark.parametrize("request_to_end", [signal.SIGINT, signal.SIGTERM])
@@ -41,10 +45,19 @@ def test_a_request_that_a_kill_overtook_is_what_ended_it(sleeper, request_to_end
     sleeper.send_signal(signal.SIGUSR1)
     assert pending_signals(sleeper.pid) == {request_to_end, signal.SIGUSR1}
     sleeper.kill()
-    assert reaches(sleeper, DEAD) and exit_status(sleeper.pid) == -request_to_end
+    pidfd = os.pidfd_open(sleeper.pid)
+    assert reaches(sleeper, DEAD) and exit_status(sleeper.pid, pidfd) == -request_to_end
+    os.close(pidfd)
 
 
-def test_nothing_is_known_of_a_process_that_is_gone():
-    process = subprocess.Popen(["true"])
-    process.wait()
-    assert exit_status(process.pid) is None and pending_signals(process.pid) == set()
+@pytest.mark.parametrize(("command", "status"), [("exit 7", 7), ("kill -INT $$", -2), ("kill -KILL $$", -9)])
+def test_one_that_its_parent_has_collected(command, status):
+    """As a launcher does with its ranks when it is interrupted, often before their guards have looked."""
+    process = subprocess.Popen(["sh", "-c", f"read go; {command}"], stdin=subprocess.PIPE)
+    pidfd = os.pidfd_open(process.pid)
+    assert collected_status(pidfd) is None  # alive
+    process.communicate(b"go\n")
+    kernel = tuple(map(int, platform.release().split(".")[:2]))
+    assert exit_status(process.pid, pidfd) == (status if kernel >= (6, 15) else None)
+    assert pending_signals(process.pid) == set()
+    os.close(pidfd)

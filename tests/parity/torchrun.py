@@ -16,6 +16,7 @@ def on_ranks(worker: Path, num_ranks: int, folder: Path, *words: str, timeout_s:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_ENV}
     environment |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
+    environment["PYTHONFAULTHANDLER"] = "1"  # a worker that is aborted shows where
     with (folder / "log").open("ab") as log:
         done = subprocess.run(
             [*launch, str(worker), *words],
