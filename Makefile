@@ -1,6 +1,6 @@
 # make demo     set up, prepare the small model, run the quickstart
 # make rlhf-demo  set up, then fine-tuning, a reward model and PPO against it; STRATEGY=megatron: on Megatron
-# make test     set up, run all tests
+# make test     set up, run all tests; make unit: those that start no engine; ARGS: what pytest is to run instead
 # make setup    only the environment
 # PIP_FLAGS     e.g. --extra-index-url https://download.pytorch.org/whl/cpu where plain torch is the CUDA build
 
@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FL
 IN_VENV := PATH="$(abspath $(BIN)):$$PATH" TORCH_EXTENSIONS_DIR="$(abspath $(VENV)/torch_extensions)"
 ON_CPU := DS_ACCELERATOR=cpu OMP_NUM_THREADS=1
 
-.PHONY: setup demo rlhf-demo test
+.PHONY: setup demo rlhf-demo unit engines test
 
 STRATEGY ?= deepspeed
 
@@ -47,5 +47,16 @@ demo: setup
 rlhf-demo: setup
 	$(IN_VENV) $(ON_CPU) python -m rlhf_mp.rlhf_demo --out runs/rlhf_demo_$(STRATEGY) --strategy $(STRATEGY)
 
+# Many tests wait for processes and deadlines, so more run at once than there are cores.
+unit: setup
+	$(IN_VENV) $(ON_CPU) python -m pytest -m "not engine and not long" -n 4 --dist worksteal
+
+engines: setup
+	$(IN_VENV) $(ON_CPU) python -m pytest -m "engine and not long" --durations=30
+
+ifdef ARGS
 test: setup
 	$(IN_VENV) $(ON_CPU) python -m pytest $(ARGS)
+else
+test: unit engines
+endif

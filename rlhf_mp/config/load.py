@@ -7,8 +7,10 @@ Imports nothing heavy: a bad config must be told within a second, before torch, 
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import Field, asdict, dataclass
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from typing import Any, get_origin
 
@@ -109,7 +111,7 @@ def check_layers(layers: Iterable[dict[Any, Any]], overrides: Sequence[str]) -> 
     for settings in [*map(flatten, layers), override_settings]:
         problems += _merge(values, settings)
     problems += override_problems
-    node = OmegaConf.structured(RunConfig)
+    node = deepcopy(_schema())
     for key, value in values.items():
         problems += _assign(node, key, value)
     config = OmegaConf.to_object(node)
@@ -118,6 +120,12 @@ def check_layers(layers: Iterable[dict[Any, Any]], overrides: Sequence[str]) -> 
     derive(config)
     problems += (problem for problem in cross_problems(config) if problem.key not in refused)
     return config, problems
+
+
+@cache
+def _schema() -> DictConfig:
+    """Built once: that takes longer than all the rest of reading a config."""
+    return OmegaConf.structured(RunConfig)
 
 
 def flatten(tree: dict[Any, Any], prefix: str = "") -> Iterator[Setting | Problem]:
