@@ -68,7 +68,16 @@ setup(
         "megatron": ["megatron-core", "mbridge", "psutil"],  # without psutil saving a checkpoint hangs
         "gpu": ["sglang==0.5.15.post1"],
         "qlora": ["bitsandbytes"],
-        "dev": ["bitsandbytes", "pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "jaxtyping", "beartype", "ruff"],
+        "dev": [
+            "bitsandbytes",
+            "ruff",
+            "pytest",
+            "pytest-timeout",
+            "pytest-xdist",
+            "hypothesis",
+            "jaxtyping",
+            "beartype",
+        ],
     },
     # SGLang loads these in every worker process: it is how a swap is verified inside the engine.
     entry_points={"sglang.srt.plugins": ["rlhf_mp = rlhf_mp.rollout.sglang_plugin:install"]},

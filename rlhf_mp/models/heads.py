@@ -4,13 +4,13 @@ Engines run any of them by the same code. ``train/megatron_heads.py`` has what i
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, Unpack, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from rlhf_mp.data.types import Output, PolicyOutput, RewardOutput, TokenBatch, ValueOutput
-from rlhf_mp.models.hf import load_causal_lm
+from rlhf_mp.models.hf import Loading, load_causal_lm
 from rlhf_mp.models.logprobs import policy_output
 from rlhf_mp.models.packing import packed_row
 from rlhf_mp.models.scalar import classifier_config, load_scalar_model
@@ -24,21 +24,8 @@ class Head(Protocol):
     task: ClassVar[str]  # what transformers calls such models: <Architecture>For<task>
     new_modules: ClassVar[tuple[str, ...]]  # what the model does not have before it gets this head
 
-    def load(
-        self,
-        path: str,
-        dtype: torch.dtype,
-        *,
-        attention: str = "auto",
-        quantization: str | None = None,
-        trust_remote_code: bool = False,
-    ) -> nn.Module:
-        """A checkpoint's model with this head; one that the checkpoint lacks is new, and 0.
-
-        Args:
-            attention: how it is computed, see packed_attention.py.
-            quantization: of the matrices of its layers, see quantized.py; such a model is not trained itself.
-        """
+    def load(self, path: str, dtype: torch.dtype, **how: Unpack[Loading]) -> nn.Module:
+        """A checkpoint's model with this head; one that the checkpoint lacks is new, and 0."""
         ...
 
     def forward(self, model: nn.Module, batch: TokenBatch) -> Output:
@@ -69,23 +56,8 @@ class PolicyHead:
     task: ClassVar[str] = "CausalLM"
     new_modules: ClassVar[tuple[str, ...]] = ()
 
-    def load(
-        self,
-        path: str,
-        dtype: torch.dtype,
-        *,
-        attention: str = "auto",
-        quantization: str | None = None,
-        trust_remote_code: bool = False,
-    ) -> nn.Module:
-        return load_causal_lm(
-            path,
-            dtype,
-            packed=self.packed,
-            attention=attention,
-            quantization=quantization,
-            trust_remote_code=trust_remote_code,
-        )
+    def load(self, path: str, dtype: torch.dtype, **how: Unpack[Loading]) -> nn.Module:
+        return load_causal_lm(path, dtype, packed=self.packed, **how)
 
     def forward(self, model: nn.Module, batch: TokenBatch) -> PolicyOutput:
         return policy_output(
@@ -116,24 +88,8 @@ class ScalarHead:
     task: ClassVar[str]
     new_modules: ClassVar[tuple[str, ...]] = ("score",)
 
-    def load(
-        self,
-        path: str,
-        dtype: torch.dtype,
-        *,
-        attention: str = "auto",
-        quantization: str | None = None,
-        trust_remote_code: bool = False,
-    ) -> nn.Module:
-        return load_scalar_model(
-            path,
-            dtype,
-            bias=self.bias,
-            packed=self.packed,
-            attention=attention,
-            quantization=quantization,
-            trust_remote_code=trust_remote_code,
-        )
+    def load(self, path: str, dtype: torch.dtype, **how: Unpack[Loading]) -> nn.Module:
+        return load_scalar_model(path, dtype, bias=self.bias, packed=self.packed, **how)
 
     def saved_config(self, config: dict[str, Any]) -> dict[str, Any]:
         return classifier_config(config, self.task)

@@ -5,7 +5,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from safetensors.torch import save_file
@@ -22,6 +22,14 @@ COMPANIONS = ("*.json", "*.jinja", "*.txt", "*.model", "*.py")
 WEIGHT_INDEXES = {"model.safetensors.index.json", "pytorch_model.bin.index.json"}
 
 
+class Loading(TypedDict, total=False):
+    """How a checkpoint's model is read; what is left out is as in ``load_causal_lm``."""
+
+    attention: str  # how it is computed, see packed_attention.py
+    quantization: str | None  # of the matrices of its layers, see quantized.py; such a model is not trained itself
+    trust_remote_code: bool
+
+
 def load_causal_lm(
     path: str,
     dtype: torch.dtype,
@@ -35,8 +43,7 @@ def load_causal_lm(
 
     Args:
         packed: it will see rows of several sequences.
-        attention: how it is computed, see packed_attention.py.
-        quantization: of the matrices of its layers, see quantized.py.
+        attention, quantization: see ``Loading``.
 
     Raises:
         ValueError: such rows cannot be kept apart in this model.

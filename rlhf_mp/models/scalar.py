@@ -35,8 +35,7 @@ def load_scalar_model(
 
     Args:
         packed: it will see rows of several sequences.
-        attention: how it is computed, see packed_attention.py.
-        quantization: of the matrices of its layers, see quantized.py.
+        attention, quantization: see ``Loading`` in hf.py.
 
     Raises:
         ConfigError: transformers has no such decoder.

@@ -355,7 +355,7 @@ def _beyond_share(job: Job, moments: list[Moment]) -> list[str]:
     """What a rank's own allocator would refuse, whatever is free."""
 
     def own(moment: Moment) -> float:
-        mine = (t for t in moment.terms if t.role is not Role.engine and t.component is not Component.context)
+        mine = (t for t in moment.terms if t.role not in _fleets(job) and t.component is not Component.context)
         return sum(term.bytes for term in mine if not term.on_host)
 
     worst, allowed = max(moments, key=own), job.rank_share * job.gpu.memory

@@ -156,6 +156,16 @@ def test_a_machine_holds_each_reward_server_once():
     assert served.host_per_node == pytest.approx(make_plan(cpu).host_per_node + 2 * (held + ENGINE_PROCESSES))
 
 
+def test_what_servers_hold_is_not_of_a_ranks_share():
+    tight = replace(GRPO, rank_share=0.1)
+    server = Engine(tp=2, max_cache_tokens=8192, max_sequences=0, cuda_graphs=False)
+    alone, beside = (
+        [reason for reason in make_plan(job).problems if "trainer.per_process_memory_fraction=0.1" in reason]
+        for job in (tight, replace(tight, reward_model=LLAMA, reward_server=server))
+    )
+    assert len(alone) == 1 and alone == beside
+
+
 def test_a_reward_model_in_4_bits():
     whole, packed = (
         next(

@@ -1,7 +1,5 @@
 """What single keys of a config add to its plan or take from it, by hand."""
 
-import json
-
 import pytest
 
 from rlhf_mp.config.load import config_from_dict
@@ -14,21 +12,6 @@ from rlhf_mp.planner.term import Component
 
 H100 = Machine(find_gpu("h100"), 1000 * GIB)
 MODEL, ACTOR = "actor_rollout_ref.model", "actor_rollout_ref.actor"
-QWEN_7B = {
-    "model_type": "qwen2",
-    "hidden_size": 3584,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "intermediate_size": 18944,
-    "vocab_size": 152064,
-}
-
-
-@pytest.fixture
-def folder(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(QWEN_7B))
-    return tmp_path
 
 
 def run(folder, *words: str) -> RunConfig:

@@ -1,6 +1,5 @@
 """A run's config becomes a plan; a run that cannot fit is refused with what would help."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,21 +22,6 @@ ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 H100 = Machine(find_gpu("h100"), 1000 * GIB)
 LAPTOP = Machine(None, 16 * GIB)
-QWEN_7B = {
-    "model_type": "qwen2",
-    "hidden_size": 3584,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "intermediate_size": 18944,
-    "vocab_size": 152064,
-}
-
-
-@pytest.fixture
-def folder(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(QWEN_7B))
-    return tmp_path
 
 
 def run(folder, **knobs):
