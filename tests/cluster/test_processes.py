@@ -50,7 +50,7 @@ def test_a_request_that_a_kill_overtook_is_what_ended_it(sleeper, request_to_end
     os.close(pidfd)
 
 
-@pytest.mark.parametrize(("command", "status"), [("exit 7", 7), ("kill -INT $$", -2), ("kill -KILL $$", -9)])
+@pytest.mark.parametrize(("command", "status"), [("exit 7", 7), ("kill -TERM $$", -15), ("kill -KILL $$", -9)])
 def test_one_that_its_parent_has_collected(command, status):
     """As a launcher does with its ranks when it is interrupted, often before their guards have looked."""
     process = subprocess.Popen(["sh", "-c", f"read go; {command}"], stdin=subprocess.PIPE)
