@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from rlhf_mp.algorithms.losses import make_policy_loss
 from rlhf_mp.algorithms.registered import advantage_estimators
+from rlhf_mp.cluster.ranks import leave_ranks
 from rlhf_mp.config.algorithm import AlgorithmConfig
 from rlhf_mp.config.schema import ActorConfig, DeepSpeedConfig, MegatronConfig, ModelConfig, OptimConfig
 from rlhf_mp.data.collate import collate
@@ -151,7 +152,7 @@ def main(folder: str, num_steps: str) -> None:
             if dist.get_rank() == 0:
                 torch.save(result, Path(folder, f"{dtype}_{world}_{order}.pt"))
             dist.barrier()
-    dist.destroy_process_group()
+    leave_ranks()
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from benchmarks.machine import provenance
 from rlhf_mp import checkpoint
 from rlhf_mp.algorithms.supervised import fine_tuning_loss
 from rlhf_mp.cluster.launcher import rank_environment
-from rlhf_mp.cluster.ranks import Ranks
+from rlhf_mp.cluster.ranks import Ranks, leave_ranks
 from rlhf_mp.config.load import config_from_dict
 from rlhf_mp.config.schema import RunConfig
 from rlhf_mp.data.types import TokenBatch, Totals
@@ -123,8 +123,7 @@ def main(argv: list[str]) -> int:
         print(f"{name:24} {value:8.3f}")
     if args.json:
         args.json.write_text(json.dumps({"strategy": args.strategy, **found, **provenance()}, indent=2))
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    leave_ranks()
     return 0
 
 

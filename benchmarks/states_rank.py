@@ -9,6 +9,7 @@ import torch
 import torch._dynamo  # before DeepSpeed builds a model
 import torch.distributed as dist
 
+from rlhf_mp.cluster.ranks import leave_ranks
 from rlhf_mp.config.schema import ActorConfig, DeepSpeedConfig, MegatronConfig, ModelConfig, OffloadConfig
 from rlhf_mp.data.types import TokenBatch, Totals
 from rlhf_mp.models.heads import PolicyHead
@@ -115,7 +116,7 @@ def main(backend: str, model_path: str, out: str) -> None:
         ]
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(results))
-    dist.destroy_process_group()
+    leave_ranks()
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import torch._dynamo  # before DeepSpeed builds a model
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhf_mp.cluster.ranks import Ranks
+from rlhf_mp.cluster.ranks import Ranks, leave_ranks
 from rlhf_mp.config.schema import ActorConfig, RolloutConfig
 from rlhf_mp.models.heads import PolicyHead
 from rlhf_mp.models.hf import load_causal_lm
@@ -52,7 +52,7 @@ def main(case_text: str, out: str) -> None:
                 server.stop()
     if ranks.rank == 0:
         Path(out).write_text(json.dumps(result))
-    dist.destroy_process_group()
+    leave_ranks()
 
 
 def make_trainer(model: str, settings: ForwardSettings, num_ranks: int) -> TrainEngine:

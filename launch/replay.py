@@ -50,7 +50,8 @@ def main(argv: list[str]) -> int:
     from rlhf_mp.run import quiet
 
     quiet()
-    from rlhf_mp.replay import leave, replay  # heavy imports start here
+    from rlhf_mp.cluster.ranks import leave_ranks  # heavy imports start here
+    from rlhf_mp.replay import replay
     from rlhf_mp.replay_report import as_json, differences, report
 
     try:
@@ -62,7 +63,7 @@ def main(argv: list[str]) -> int:
         print(report(run, outcome, args.tolerance))
         if args.json:
             args.json.write_text(json.dumps(as_json(outcome), indent=2))
-    leave()
+    leave_ranks()
     return DIFFERENT if any(d > args.tolerance for d in differences(outcome).values()) else SAME
 
 

@@ -211,9 +211,3 @@ def logged_metrics(run_dir: Path, step: int, like: dict[str, float]) -> dict[str
     file = run_dir / "metrics.jsonl"
     records = [record for record in read_jsonl(file) if record["step"] == step] if file.exists() else []
     return {name: record[name] for record in records if "time/step_s" in record for name in like if name in record}
-
-
-def leave() -> None:
-    """Close what was opened for all ranks."""
-    if dist.is_initialized():
-        dist.destroy_process_group()

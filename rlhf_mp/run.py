@@ -107,7 +107,6 @@ def started(config: RunConfig, info: RankInfo, guard: Guard) -> Iterator[tuple["
     """Join the ranks, start the engines, assemble the trainer; take all down again after a block that went well."""
     quiet()
     import torch
-    import torch.distributed as dist
 
     on_cpu = config.trainer.device == "cpu" or not torch.cuda.is_available()
     if on_cpu:
@@ -116,7 +115,7 @@ def started(config: RunConfig, info: RankInfo, guard: Guard) -> Iterator[tuple["
     from rlhf_mp.algorithms.base import make_algorithm
     from rlhf_mp.assemble import Job, make_trainer
     from rlhf_mp.assemble_supervised import make_supervised_trainer
-    from rlhf_mp.cluster.ranks import Ranks, check_shared
+    from rlhf_mp.cluster.ranks import Ranks, check_shared, leave_ranks
     from rlhf_mp.cluster.services import Here
     from rlhf_mp.cluster.stop_request import StopRequest
     from rlhf_mp.train.build import join_ranks
@@ -153,8 +152,7 @@ def started(config: RunConfig, info: RankInfo, guard: Guard) -> Iterator[tuple["
     yield job, make_trainer(job) if samples else make_supervised_trainer(job)
     if services is not None:
         services.stop()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    leave_ranks()
 
 
 def start_services(config: RunConfig, on_cpu: bool, ranks: "Ranks", here: "Here", guard: Guard) -> "Services":

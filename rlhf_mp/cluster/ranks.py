@@ -1,13 +1,19 @@
 """The launched ranks among themselves: torch.distributed, or nothing for a single process."""
 
 import socket
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from rlhf_mp.cluster.first_failure import wait_until
 from rlhf_mp.errors import ConfigError, Problem
+
+GLOO_THREADS = "pt_gloo_runloop"
+REST_S, PATIENCE_S = 0.05, 10
 
 
 class Ranks:
@@ -62,3 +68,31 @@ def check_shared(run_dir: Path, ranks: Ranks) -> None:
         reason = f"what rank 0 writes there does not appear on {', '.join(sorted(blind))}"
         fix = "trainer.default_local_dir=<a folder on a file system that all machines share>"
         raise ConfigError([Problem("trainer.default_local_dir", str(run_dir), reason, fix)])
+
+
+def leave_ranks() -> None:
+    """The end of torch.distributed in this process, after the last collective.
+
+    A group that a library still holds keeps its threads, and gloo's drop the tensors of a collective a little after it
+    is over. Dropped while the interpreter ends, one aborts the process: the thread asks for the GIL, and CPython before
+    3.14 ends it by unwinding through C++ that allows no exceptions. So wait until they rest.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        wait_until(_gloo_rests, PATIENCE_S)
+
+
+def _gloo_rests() -> bool:
+    """Asleep twice in a row: in between, one that only waited for the GIL has had it."""
+    asleep = _gloo_asleep()
+    time.sleep(REST_S)
+    return asleep and _gloo_asleep()
+
+
+def _gloo_asleep() -> bool:
+    for thread in Path("/proc/self/task").glob("*/stat"):
+        with suppress(OSError):  # it has just ended
+            name, _, state = thread.read_text().rpartition(") ")
+            if name.endswith(GLOO_THREADS) and not state.startswith("S"):
+                return False
+    return True

@@ -2,6 +2,7 @@ import pytest
 import torch.distributed as dist
 import torch.multiprocessing
 
+from rlhf_mp.cluster.ranks import leave_ranks
 from rlhf_mp.observe import metrics as metrics_module
 from rlhf_mp.observe.metrics import MetricLog
 from rlhf_mp.observe.reduce import added, reduce_over_ranks
@@ -119,7 +120,7 @@ def reduce_as_rank(rank, store):
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     own = {"shared": (1.0 + rank, 1.0)} | ({"only_rank_0": (6.0, 3.0)} if rank == 0 else {})
     assert reduce_over_ranks(own) == {"shared": (3.0, 2.0), "only_rank_0": (6.0, 3.0)}
-    dist.destroy_process_group()
+    leave_ranks()
 
 
 def test_two_real_ranks_get_the_same_sums_though_their_names_differ(tmp_path):

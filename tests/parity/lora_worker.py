@@ -12,6 +12,7 @@ from oracle import HEADS, NUM_STEPS, Oracle, largest_difference, settings, worst
 from torch import nn
 from zero_worker import builder, case, run_case
 
+from rlhf_mp.cluster.ranks import leave_ranks
 from rlhf_mp.config.schema import ActorConfig, ModelConfig, OffloadConfig
 from rlhf_mp.models.heads import Head
 from rlhf_mp.models.lora import add_adapter
@@ -178,7 +179,7 @@ def main(out: str, *models: str) -> None:
             found[oracle.role] |= report_of_actor(oracle, folder)
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(found))
-    dist.destroy_process_group()
+    leave_ranks()
 
 
 if __name__ == "__main__":

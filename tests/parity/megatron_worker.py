@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from oracle import CPU, NUM_STEPS, Oracle, largest_difference, settings, trained, weight_difference, worst
 
+from rlhf_mp.cluster.ranks import leave_ranks
 from rlhf_mp.config.schema import ActorConfig, ModelConfig
 from rlhf_mp.train import megatron_cpu
 
@@ -128,7 +129,7 @@ def main(folder: str, *roles: str) -> None:
     report = {role: report_of(Oracle(role, f"{folder}/{role}"), Path(folder, "saved", role)) for role in roles}
     if dist.get_rank() == 0:
         Path(folder, "report.json").write_text(json.dumps(report))
-    dist.destroy_process_group()
+    leave_ranks()
 
 
 if __name__ == "__main__":

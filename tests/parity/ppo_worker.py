@@ -13,7 +13,7 @@ from oracle import CPU, weight_difference
 from ppo_reference import Knobs, Reference
 
 from rlhf_mp.algorithms.base import make_algorithm
-from rlhf_mp.cluster.ranks import Ranks
+from rlhf_mp.cluster.ranks import Ranks, leave_ranks
 from rlhf_mp.cluster.scheduler import shares_of
 from rlhf_mp.config.load import config_from_dict
 from rlhf_mp.config.schema import RunConfig
@@ -121,8 +121,7 @@ def main(folder: str, backends: str) -> None:
     }
     if os.environ["RANK"] == "0":
         Path(folder, "report.json").write_text(json.dumps({"steps": steps, "weights": weights}))
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    leave_ranks()
 
 
 if __name__ == "__main__":

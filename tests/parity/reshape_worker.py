@@ -12,6 +12,7 @@ import torch._dynamo  # before DeepSpeed builds a model
 import torch.distributed as dist
 from oracle import CPU, NUM_STEPS, Oracle, settings, trained, worst
 
+from rlhf_mp.cluster.ranks import leave_ranks
 from rlhf_mp.config.schema import DeepSpeedConfig, ModelConfig, OffloadConfig
 from rlhf_mp.train.base import TrainEngine
 
@@ -101,7 +102,7 @@ def main(backend: str, task: str, model: str, folder: str) -> None:
     if dist.get_rank() == 0 and task == "load":
         text = json.dumps({"cases": found, "smallest_move": oracle.smallest_move()})
         Path(folder, f"found_{dist.get_world_size()}.json").write_text(text)
-    dist.destroy_process_group()
+    leave_ranks()
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import torch._dynamo  # before DeepSpeed builds a model
 import torch.distributed as dist
 from oracle import CPU, NUM_STEPS, Oracle, settings, trained, worst
 
+from rlhf_mp.cluster.ranks import leave_ranks
 from rlhf_mp.config.schema import DeepSpeedConfig, ModelConfig, OffloadConfig, OptimConfig
 from rlhf_mp.planner.term import Component
 from rlhf_mp.train.base import TrainEngine
@@ -90,7 +91,7 @@ def main(backend: str, model: str, folder: str) -> None:
             report[f"momentum {momentum:g}, {name}"] = worst(run_case(oracle, build, where))
     if dist.get_rank() == 0:
         Path(folder, f"{backend}.json").write_text(json.dumps(report))
-    dist.destroy_process_group()
+    leave_ranks()
 
 
 if __name__ == "__main__":

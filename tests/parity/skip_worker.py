@@ -11,6 +11,7 @@ import torch._dynamo  # before DeepSpeed builds a model
 import torch.distributed as dist
 from oracle import CPU, CUTS, HEADS, NUM_STEPS, batch, settings, trained
 
+from rlhf_mp.cluster.ranks import leave_ranks
 from rlhf_mp.config.schema import ActorConfig, DeepSpeedConfig, ModelConfig, OffloadConfig
 from rlhf_mp.data.types import LossFn, Totals
 from rlhf_mp.planner.term import Component
@@ -133,7 +134,7 @@ def main(backend: str, model: str, out: str) -> None:
         report = {name: on_all_ranks(run_case(deepspeed_case(model, *case))) for name, case in DEEPSPEED.items()}
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(report))
-    dist.destroy_process_group()
+    leave_ranks()
 
 
 if __name__ == "__main__":

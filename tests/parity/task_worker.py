@@ -9,6 +9,7 @@ import torch._dynamo  # before DeepSpeed builds a model
 import torch.distributed as dist
 
 from rlhf_mp.algorithms.supervised import make_task
+from rlhf_mp.cluster.ranks import leave_ranks
 from rlhf_mp.config.load import config_from_dict
 from rlhf_mp.data.batches import Batches
 from rlhf_mp.data.collate import collate
@@ -95,7 +96,7 @@ def main(folder: Path, backend: list[str]) -> None:
     found = {task: compare(task, folder, backend) for task in ("sft", "dpo", "reward_model")}
     if dist.get_rank() == 0:
         (folder / "report.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
+    leave_ranks()
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from oracle import NUM_STEPS, Oracle, largest_difference, settings, summed_over_ranks, trained
 from torch import nn
 
+from rlhf_mp.cluster.ranks import leave_ranks
 from rlhf_mp.config.schema import ActorConfig, DeepSpeedConfig, OffloadConfig
 from rlhf_mp.train.checkpointing import checkpoint_layers
 from rlhf_mp.train.deepspeed_engine import DeepSpeedEngine, DeepSpeedScorer, init_distributed
@@ -87,7 +88,7 @@ def main(out: str, *models: str) -> None:
     found = {role: report_of(Oracle(role, path)) for role, path in (model.split("=", 1) for model in models)}
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(found))
-    dist.destroy_process_group()
+    leave_ranks()
 
 
 if __name__ == "__main__":
