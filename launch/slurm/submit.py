@@ -16,6 +16,7 @@ import sys
 import time
 from pathlib import Path
 
+from rlhf_mp.cluster.placement import devices_per_node
 from rlhf_mp.config.files import file_problems
 from rlhf_mp.config.load import read_config
 from rlhf_mp.config.schema import RunConfig
@@ -98,7 +99,9 @@ def sbatch_command(config: RunConfig, args: argparse.Namespace) -> list[str]:
         raise ConfigError(problems)
     plan = plan_of(config, machine)
     memory = math.ceil(plan.host_per_node * HOST_MEMORY_MARGIN / GIB)
-    cpus = args.cpus_per_task or (CPUS_OF_CPU_RANK if on_cpu else CPUS_OF_GPU_RANK)
+    devices = devices_per_node(config) if trainer.task == "rl" else trainer.n_gpus_per_node
+    workers = math.ceil(devices / trainer.n_gpus_per_node)  # on CPU every server's worker has a core too
+    cpus = args.cpus_per_task or (CPUS_OF_CPU_RANK * workers if on_cpu else CPUS_OF_GPU_RANK)
     return [
         "sbatch",
         "--parsable",
@@ -106,7 +109,7 @@ def sbatch_command(config: RunConfig, args: argparse.Namespace) -> list[str]:
         f"--output={trainer.default_local_dir}/logs/%x-%j.log",
         f"--nodes={trainer.nnodes}",
         f"--ntasks-per-node={trainer.n_gpus_per_node}",
-        *([] if on_cpu else [f"--gpus-per-node={trainer.n_gpus_per_node}"]),
+        *([] if on_cpu else [f"--gpus-per-node={devices}"]),
         f"--cpus-per-task={cpus}",
         f"--mem={memory}G",
         f"--time={args.time or time_limit(plan, trainer.total_training_steps)}",

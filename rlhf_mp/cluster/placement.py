@@ -85,6 +85,13 @@ def place(config: RunConfig, on_cpu: bool, cores: Sequence[int] = ()) -> Placeme
     return Placement(trainer.num_ranks, placed[0], rank_cores, placed[1] if own.served else ())
 
 
+def devices_per_node(config: RunConfig) -> int:
+    """GPUs that ranks and servers have on the machine that needs most; on CPU, ranks and servers' workers."""
+    placement = place(config, on_cpu=False)
+    servers = (*placement.servers, *placement.reward_servers)
+    return max(config.trainer.n_gpus_per_node, *(max(server.gpus) + 1 for server in servers))
+
+
 def _shared_out(
     ranks: int, fleets: Sequence[Fleet], cores: Sequence[int]
 ) -> tuple[tuple[Cores, ...], list[list[Cores]]]:

@@ -65,6 +65,22 @@ def test_no_gpus_are_asked_for_on_cpu():
     assert asked["--cpus-per-task"] == "3"
 
 
+DISJOINT = ["trainer.placement=disjoint", "trainer.nnodes=1", "trainer.n_gpus_per_node=2"]
+ENGINES = "actor_rollout_ref.rollout"
+
+
+def test_engines_of_their_own_have_gpus_beside_the_ranks():
+    servers = [f"{ENGINES}.num_engines=3", f"{ENGINES}.tensor_model_parallel_size=2"]
+    asked = command(*DISJOINT, *servers, "trainer.skip_plan=true")
+    assert (asked["--ntasks-per-node"], asked["--gpus-per-node"]) == ("2", "8")
+
+
+def test_engines_of_their_own_have_cores_beside_the_ranks():
+    servers = [f"{ENGINES}.num_engines=3", f"{ENGINES}.tensor_model_parallel_size=1"]
+    asked = command(*DISJOINT, *servers, "trainer.device=cpu", "trainer.skip_plan=true")
+    assert (asked["--ntasks-per-node"], asked["--cpus-per-task"]) == ("2", "3")  # 2 ranks and 3 engines on 6 cores
+
+
 def test_options_of_slurm_are_passed_on():
     asked = command("--sbatch=--qos=long", "--sbatch=--exclusive", "--singleton", "--name", "x", "--time", "1:00:00")
     assert asked["--qos"] == "long" and "--exclusive" in asked
