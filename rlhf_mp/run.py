@@ -161,7 +161,8 @@ def start_services(config: RunConfig, on_cpu: bool, ranks: "Ranks", here: "Here"
     from rlhf_mp.cluster.placement import place
     from rlhf_mp.cluster.services import Services
 
-    placement = place(config, on_cpu, sorted(os.sched_getaffinity(0)))
+    cores = ranks.gather(tuple(sorted(os.sched_getaffinity(0))))[:: config.trainer.n_gpus_per_node]
+    placement = place(config, on_cpu, cores)
     services = Services(
         config,
         placement,

@@ -20,8 +20,9 @@ class Estimate:
 Estimator = Callable[[TokenBatch, AlgorithmConfig], Estimate]
 """(one rank's responses, in whole groups; the ``algorithm`` section) -> advantages.
 
-``batch.rewards`` [B] is what each response earned, ``batch.token_rewards`` [B T] where in it: at its last chosen token,
-less the KL penalty of each token if there is one. Equal ``batch.group_ids`` answer the same prompt.
+``batch.rewards`` [B] is what each response earned, ``batch.token_rewards`` [B T] where in it: at its last chosen token
+and, of episodes, at the ends of the turns that an environment paid for, less the KL penalty of each token if there is
+one. Equal ``batch.group_ids`` answer the same prompt.
 """
 
 advantage_estimators: Registry[Estimator] = Registry("advantage estimator")

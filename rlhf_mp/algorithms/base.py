@@ -12,7 +12,7 @@ from rlhf_mp.algorithms.losses import make_policy_loss
 from rlhf_mp.algorithms.masked import PerToken, masked
 from rlhf_mp.algorithms.normalize import NORMALIZATIONS, SumOverRanks, moments, only_rank
 from rlhf_mp.algorithms.reward_kl import RewardKl
-from rlhf_mp.algorithms.token_advantages import on_last_token
+from rlhf_mp.algorithms.token_advantages import where_earned
 from rlhf_mp.algorithms.value_loss import make_value_loss
 from rlhf_mp.config.algorithm import AlgorithmConfig, Needs
 from rlhf_mp.config.schema import ActorConfig, RunConfig
@@ -49,7 +49,7 @@ class Algorithm:
         Raises:
             SampleError: an advantage that is no finite number.
         """
-        rewards, token_rewards, metrics = batch.rewards, on_last_token(batch.rewards, batch.mask), {}
+        rewards, token_rewards, metrics = batch.rewards, where_earned(batch), {}
         if self.reward_kl is not None:
             penalty, metrics = self.reward_kl.penalty(batch, sum_over_ranks)
             rewards, token_rewards = rewards - penalty.sum(1), token_rewards - penalty

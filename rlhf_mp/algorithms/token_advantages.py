@@ -15,6 +15,14 @@ def on_last_token(rewards: PerSequence, mask: PerToken) -> PerToken:
     return torch.where(position == last[:, None], rewards[:, None], 0.0)
 
 
+def where_earned(batch: TokenBatch) -> PerToken:
+    """Each response's reward: what an environment paid at the ends of its turns, the rest at the last chosen token."""
+    if batch.paid is None:
+        return on_last_token(batch.rewards, batch.mask)
+    paid = masked(batch.paid, batch.mask)
+    return paid + on_last_token(batch.rewards - paid.sum(1), batch.mask)
+
+
 def discounted_errors(rewards: PerToken, values: PerToken, mask: PerToken, gamma: float, decay: float) -> PerToken:
     """Sum over the chosen tokens from t on of decay^k * (r + gamma * V' - V), V' the next chosen token's value."""
     total = torch.zeros_like(rewards[:, 0])  # [B]

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from rlhf_mp.config.schema import RunConfig
 from rlhf_mp.errors import ConfigError, Problem
@@ -38,7 +39,7 @@ class Fleet:
         return [index * num_nodes // self.number for index in range(self.number)]
 
 
-def place(config: RunConfig, on_cpu: bool, cores: Sequence[int] = ()) -> Placement:
+def place(config: RunConfig, on_cpu: bool, cores: Sequence[Cores] = ()) -> Placement:
     """Engines are spread evenly over the machines, and so are the servers of a reward model.
 
     Colocated, the k-th server of its kind on a machine has its GPUs k * tp to (k + 1) * tp - 1, which ranks train on
@@ -46,10 +47,10 @@ def place(config: RunConfig, on_cpu: bool, cores: Sequence[int] = ()) -> Placeme
     and every worker of a server has cores of its own.
 
     Args:
-        cores: that this job may use; only a disjoint placement on CPU asks.
+        cores: of each machine, those that this job may use; only a disjoint placement on CPU asks.
 
     Raises:
-        ConfigError: there are too few of them.
+        ConfigError: a machine has too few of them.
     """
     trainer, rollout, own = config.trainer, config.actor_rollout_ref.rollout, config.reward_model
     disjoint = trainer.placement == "disjoint"
@@ -60,7 +61,7 @@ def place(config: RunConfig, on_cpu: bool, cores: Sequence[int] = ()) -> Placeme
         fleets.append(Fleet("reward_server", own.model.path, knobs.num_engines, knobs.tensor_model_parallel_size))
     rank_cores, fleet_cores = ((), [])
     if disjoint and on_cpu:
-        rank_cores, fleet_cores = _shared_out(trainer.num_ranks, fleets, cores)
+        rank_cores, fleet_cores = _shared_out(trainer.n_gpus_per_node, fleets, cores)
     taken = [trainer.n_gpus_per_node if disjoint else 0] * trainer.nnodes  # GPUs of each machine
     placed = []
     for fleet in fleets:
@@ -93,20 +94,28 @@ def devices_per_node(config: RunConfig) -> int:
 
 
 def _shared_out(
-    ranks: int, fleets: Sequence[Fleet], cores: Sequence[int]
+    ranks: int, fleets: Sequence[Fleet], machines: Sequence[Cores]
 ) -> tuple[tuple[Cores, ...], list[list[Cores]]]:
-    """Equally many for each rank and each server's worker, ranks first; what is left over is nobody's."""
-    workers = sum(fleet.workers for fleet in fleets)
-    each = len(cores) // (ranks + workers)
-    if each == 0:
-        reason = f"{ranks} rank(s) and {workers} server worker(s) on {len(cores)} core(s)"
-        fix = "fewer trainer.n_gpus_per_node or actor_rollout_ref.rollout.num_engines, or trainer.placement=colocated"
-        raise ConfigError([Problem("trainer.placement", "disjoint", f"each needs a core of its own: {reason}", fix)])
-    parts = iter([tuple(cores[i * each : (i + 1) * each]) for i in range(ranks + workers)])
-    of_ranks = tuple(next(parts) for _ in range(ranks))
-    return of_ranks, [
-        [sum((next(parts) for _ in range(fleet.width)), ()) for _ in range(fleet.number)] for fleet in fleets
-    ]
+    """Equally many for each of a machine's ``ranks`` and servers' workers, ranks first; what is left is nobody's."""
+    of_ranks: list[Cores] = []
+    of_fleets: list[list[Cores]] = [[] for _ in fleets]
+    for node, cores in enumerate(machines):
+        here = [fleet.nodes(len(machines)).count(node) for fleet in fleets]
+        workers = sum(number * fleet.width for number, fleet in zip(here, fleets, strict=True))
+        each = len(cores) // (ranks + workers)
+        if each == 0:
+            reason = f"{ranks} rank(s) and {workers} server worker(s) of machine {node} on {len(cores)} core(s)"
+            fix = (
+                "fewer trainer.n_gpus_per_node or actor_rollout_ref.rollout.num_engines, or trainer.placement=colocated"
+            )
+            raise ConfigError(
+                [Problem("trainer.placement", "disjoint", f"each needs a core of its own: {reason}", fix)]
+            )
+        left = iter(cores)
+        of_ranks += [tuple(islice(left, each)) for _ in range(ranks)]
+        for found, number, fleet in zip(of_fleets, here, fleets, strict=True):
+            found += [tuple(islice(left, each * fleet.width)) for _ in range(number)]
+    return tuple(of_ranks), of_fleets
 
 
 def on_host(plan: ServerPlan, visible: Sequence[str]) -> ServerPlan:

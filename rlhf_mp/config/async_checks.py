@@ -28,13 +28,6 @@ def _placement_problems(config: RunConfig) -> Iterator[Problem]:
     trainer = config.trainer
     if trainer.placement == "colocated":
         return
-    if trainer.nnodes > 1:
-        yield Problem(
-            PLACEMENT,
-            "disjoint",
-            f"engines and ranks share out the GPUs of one machine, and trainer.nnodes = {trainer.nnodes}",
-            f"trainer.nnodes=1, or {PLACEMENT}=colocated",
-        )
     if config.actor_rollout_ref.weight_sync.transport == "tensor" and trainer.device != "cpu":
         key = "actor_rollout_ref.weight_sync.transport"
         yield Problem(

@@ -38,10 +38,22 @@ def collate(trajectories: Sequence[Trajectory]) -> TokenBatch:
         group_ids=torch.tensor([t.group_id for t in trajectories], dtype=torch.int64),
         lengths=torch.tensor([t.num_tokens for t in trajectories], dtype=torch.int64),
         rollout_logprobs=response_tensor([t.response_logprobs for t in trajectories]),
+        paid=paid_at_turns(trajectories, width),
         baselines=known([t.baseline for t in trajectories]),
         rm_scores=known([t.rm_score for t in trajectories]),
         baseline_rm_scores=known([t.baseline_rm_score for t in trajectories]),
     )
+
+
+def paid_at_turns(trajectories: Sequence[Trajectory], width: int) -> torch.Tensor | None:
+    """[B T], if there are episodes of several turns."""
+    if all(t.num_turns == 1 for t in trajectories):
+        return None
+    paid = torch.zeros(len(trajectories), width)
+    for row, t in enumerate(trajectories):
+        for token, amount in t.payments:
+            paid[row, len(t.prompt_ids) + token] += amount
+    return paid
 
 
 def known(numbers: Sequence[float | None]) -> torch.Tensor | None:

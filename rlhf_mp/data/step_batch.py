@@ -121,8 +121,10 @@ def joined(batches: Sequence[TokenBatch]) -> TokenBatch:
 
     def join(name: str) -> torch.Tensor | None:
         tensors = [getattr(batch, name) for batch in batches]
-        if tensors[0] is None:
+        if all(tensor is None for tensor in tensors):
             return None
+        if name == "paid":  # a rank has none whose episodes all had one turn
+            tensors = [torch.zeros_like(b.mask) if b.paid is None else b.paid for b in batches]
         if tensors[0].dim() == 1:
             return torch.cat(tensors)
         return torch.cat([torch.nn.functional.pad(x, (0, width - x.shape[1])) for x in tensors])

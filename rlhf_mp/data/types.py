@@ -42,6 +42,7 @@ class Trajectory:
     source: str = ""  # of its prompt
     num_turns: int = 1
     token_versions: list[int] = field(default_factory=list)  # per response token; empty: all of them ``version``
+    payments: list[tuple[int, float]] = field(default_factory=list)  # response token, and what of ``reward`` it earned
     rm_score: float | None = None  # the reward model's, where it is served by SGLang
     baseline_rm_score: float | None = None  # the same of the greedy response
 
@@ -66,6 +67,7 @@ class TokenBatch:
     values: Float[Tensor, "B T"] | None = None  # the critic's, of the state each token is drawn from
     returns: Float[Tensor, "B T"] | None = None  # what those values are trained towards
     baselines: Float[Tensor, "B"] | None = None  # reward of the greedy response to the same prompt
+    paid: Float[Tensor, "B T"] | None = None  # what of ``rewards`` an environment paid, at the ends of its turns
     token_rewards: Float[Tensor, "B T"] | None = None  # where in a response its reward is earned
     rm_scores: Float[Tensor, "B"] | None = None  # the reward model's, where they came with the responses
     baseline_rm_scores: Float[Tensor, "B"] | None = None  # the same of the greedy responses

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rlhf_mp.config.reward import RewardConfig, Term, terms_of
+from rlhf_mp.config.reward import EnvironmentTerm, RewardConfig, Term, terms_of
 from rlhf_mp.data.prompts import Prompt
 from rlhf_mp.errors import RewardError
 from rlhf_mp.rewards.base import Failure, Response, Reward, Setting, rewards
@@ -25,6 +25,7 @@ class Worth:
 
     reward: float
     scores: dict[str, float]  # per term, before its weight
+    paid_weight: float = 0.0  # with which ``reward`` holds what the environment paid
 
 
 @dataclass
@@ -68,10 +69,12 @@ class WeightedReward:
         """Worth of each response of a group."""
         terms = [(t, r) for t, r in self._terms if not t.sources or prompt.source in t.sources]
         columns = await asyncio.gather(*(self._term_scores(t, r, prompt, responses) for t, r in terms))
+        hands_on = sum(term.weight for term, _ in terms if isinstance(term, EnvironmentTerm))
         judged = []
-        for scores in zip(*columns, strict=True):
+        for response, scores in zip(responses, zip(*columns, strict=True), strict=True):
             total = math.fsum(term.weight * score for (term, _), score in zip(terms, scores, strict=True))
-            judged.append(Worth(total, {term.label: score for (term, _), score in zip(terms, scores, strict=True)}))
+            own = {term.label: score for (term, _), score in zip(terms, scores, strict=True)}
+            judged.append(Worth(total, own, hands_on if response.failure is None else 0.0))
         if prompt.source:
             add(self._sources, f"reward/{prompt.source}/mean", sum(j.reward for j in judged), len(judged))
             add(self._sources, f"reward/{prompt.source}/solved", sum(j.reward >= 1.0 for j in judged), len(judged))

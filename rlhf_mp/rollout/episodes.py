@@ -32,8 +32,12 @@ class Episode:
     versions: list[int] = field(default_factory=list)  # of each token; the environment's have that of the turn before
     num_turns: int = 0
     last_turn: list[int] = field(default_factory=list)
-    paid: float = 0.0
+    payments: list[tuple[int, float]] = field(default_factory=list)  # which token ended the turn, and what it earned
     failure: Failure | None = None
+
+    @property
+    def paid(self) -> float:
+        return sum(amount for _, amount in self.payments)
 
     def read(self, ids: list[int]) -> None:
         """Tokens that the policy did not choose."""
@@ -146,7 +150,7 @@ def settled(episode: Episode, turn: Any) -> bool:
     if not isinstance(turn.reward, int | float) or not math.isfinite(turn.reward):
         fail(episode, "invalid", f"step paid {turn.reward!r:.100} instead of a finite number")
         return False
-    episode.paid += turn.reward
+    episode.payments.append((len(episode.ids) - 1, turn.reward))
     if turn.done:
         episode.finish_reason = "stop"
     return not turn.done

@@ -79,6 +79,7 @@ class Sampler:
                 source=prompt.source,
                 num_turns=r.num_turns,
                 token_versions=r.versions,
+                payments=[(token, worth.paid_weight * amount) for token, amount in r.payments],
                 rm_score=rm_score,
             )
             for r, worth, rm_score in zip(responses, judged, rm_scores, strict=True)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_mp.algorithms.masked import PerSequence
+from rlhf_mp.algorithms.masked import PerSequence, PerToken
 from rlhf_mp.config.reward_model import RewardModelConfig
 from rlhf_mp.data.types import Sums, TokenBatch
 from rlhf_mp.train.base import Scorer
@@ -83,6 +83,10 @@ class RewardModel:
     def baselines(self, batch: TokenBatch) -> PerSequence:
         """Rewards of the greedy responses, shaped like those of this step. Nothing is learned from their scores."""
         return self._sum(batch.baselines, self._clipped(self._normalized(batch.baseline_rm_scores.double())))
+
+    def paid(self, batch: TokenBatch) -> PerToken:
+        """What of the new rewards an environment paid, and where."""
+        return self.config.rule_coef * batch.paid
 
     def _normalized(self, scores: Tensor) -> Tensor:
         return (scores - self.moments.mean) / self.moments.std if self.config.normalize else scores

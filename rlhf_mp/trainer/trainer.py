@@ -136,6 +136,8 @@ class Trainer(Loop):
         if self.reward_model is not None:
             batch.rewards, metrics = self.reward_model.rewards(batch, share.score_rows)
             self.count(metrics, "reward_model/")
+            if batch.paid is not None:
+                batch.paid = self.reward_model.paid(batch)
             if batch.baseline_rm_scores is not None:
                 batch.baselines = self.reward_model.baselines(batch)
 

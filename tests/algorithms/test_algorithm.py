@@ -61,6 +61,15 @@ def test_an_advantage_that_is_no_number_is_an_error(batch_of, reward):
         algorithm().estimate(batch)
 
 
+def test_what_a_turn_was_paid_is_credited_to_what_came_before_it(batch_of):
+    paid = torch.tensor([[0.0, 0.5, 0, 0], [0, 0, 9, 0]])  # of a token that was not chosen: nobody's
+    batch = batch_of([2.0, 1.0], [0, 0], [[0, 1, 0, 1], [0, 1, 0, 1]], paid=paid)
+    algorithm("reinforce").estimate(batch)
+    torch.testing.assert_close(batch.advantages, torch.tensor([[0, 2.0, 0, 1.5], [0, 1.0, 0, 1.0]]))
+    algorithm("dr_grpo").estimate(batch)  # whole responses
+    torch.testing.assert_close(batch.advantages, torch.tensor([[0, 0.5, 0, 0.5], [0, -0.5, 0, -0.5]]))
+
+
 def test_a_kl_penalty_lowers_each_tokens_reward_and_the_responses(batch_of):
     log2 = math.log(2)
     batch = batch_of(

@@ -110,17 +110,26 @@ def test_disjoint_engines_have_their_own_gpus_whatever_a_launcher_shows_the_rank
 
 
 def test_on_cpu_every_rank_and_worker_has_cores_of_its_own():
-    placement = plans(2, 2, on_cpu=True, placement="disjoint", num_engines=2, cores=[*range(10, 23)])
+    placement = plans(2, 2, on_cpu=True, placement="disjoint", num_engines=2, cores=[tuple(range(10, 23))])
     assert placement.rank_cores == ((10, 11), (12, 13))
     assert [server.cores for server in placement.servers] == [(14, 15, 16, 17), (18, 19, 20, 21)]
     assert [server.gpus for server in placement.servers] == [(), ()]
 
 
 def test_too_few_cores_are_a_problem_and_colocated_processes_share_them():
-    with pytest.raises(ConfigError, match=r"2 rank\(s\) and 1 server worker\(s\) on 2 core\(s\)"):
-        plans(2, 1, on_cpu=True, placement="disjoint", num_engines=1, cores=[0, 1])
-    placement = plans(2, 1, on_cpu=True, cores=[0, 1])
+    with pytest.raises(ConfigError, match=r"2 rank\(s\) and 1 server worker\(s\) of machine 0 on 2 core\(s\)"):
+        plans(2, 1, on_cpu=True, placement="disjoint", num_engines=1, cores=[(0, 1)])
+    placement = plans(2, 1, on_cpu=True, cores=[(0, 1)])
     assert placement.rank_cores == () and {server.cores for server in placement.servers} == {()}
+
+
+def test_on_several_machines_each_shares_out_its_own():
+    gpus = plans(2, 1, num_nodes=2, placement="disjoint", num_engines=3).servers
+    assert [(server.node, server.gpus) for server in gpus] == [(0, (2,)), (0, (3,)), (1, (2,))]
+    cores = [(0, 1, 2, 3), (4, 5, 6, 7, 8, 9)]
+    placement = plans(2, 1, on_cpu=True, num_nodes=2, placement="disjoint", num_engines=3, cores=cores)
+    assert placement.rank_cores == ((0,), (1,), (4, 5), (6, 7))
+    assert [server.cores for server in placement.servers] == [(2,), (3,), (8, 9)]
 
 
 def served(*words, **options):
@@ -144,7 +153,7 @@ def test_disjoint_reward_servers_come_after_the_engines():
 
 
 def test_disjoint_on_cpu_every_reward_server_has_cores_of_its_own():
-    placement = served(2, 1, on_cpu=True, placement="disjoint", num_engines=1, cores=range(10))
+    placement = served(2, 1, on_cpu=True, placement="disjoint", num_engines=1, cores=[tuple(range(10))])
     assert placement.rank_cores == ((0, 1), (2, 3))
     assert [s.cores for s in (*placement.servers, *placement.reward_servers)] == [(4, 5), (6, 7), (8, 9)]
 

@@ -67,10 +67,6 @@ def test_no_engine_can_open_a_handle_of_another_gpu():
     )
 
 
-def test_disjoint_is_for_one_machine():
-    assert "trainer.nnodes=1" in refused(DISJOINT, "trainer.nnodes=2")["trainer.placement"]
-
-
 def test_engines_of_their_own_need_not_divide_the_ranks():
     apart = load(DISJOINT, "trainer.n_gpus_per_node=6", f"{ROLLOUT}.tensor_model_parallel_size=4", device="cuda")
     assert apart.actor_rollout_ref.rollout.num_engines == 1

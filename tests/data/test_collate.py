@@ -32,6 +32,12 @@ def test_per_token_fields_are_aligned_on_the_token_they_score():
     assert batch.old_logprobs is batch.ref_logprobs is batch.advantages is None
 
 
+def test_what_an_environment_paid_stands_where_its_turn_ended():
+    turns = replace(LONG, num_turns=2, payments=[(1, 0.5), (3, -0.25)])
+    assert collate([SHORT, turns]).paid.tolist() == [[0, 0, 0, 0, 0], [0, 0, 0.5, 0, -0.25]]
+    assert collate([SHORT, LONG]).paid is None
+
+
 def test_selecting_a_row_undoes_the_padding_other_rows_caused():
     together, alone = collate([SHORT, LONG]).select([0]), collate([SHORT])
     for name in ("tokens", "mask", "rewards", "group_ids", "lengths", "rollout_logprobs"):

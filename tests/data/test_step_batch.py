@@ -123,6 +123,14 @@ def test_on_any_number_of_ranks_it_is_the_same_step(dp_size):
         assert all(equal(a.batch, b.batch) and a.updates == b.updates for a, b in zip(spread, parts(), strict=True))
 
 
+def test_ranks_of_which_one_alone_had_episodes_of_several_turns_are_joined():
+    plain, turns = batch(2, 4, 0), batch(1, 3, 1)
+    turns.paid = turns.mask * 0.5
+    together = step_batch.joined([plain, turns])
+    assert together.paid[:2].eq(0).all() and torch.equal(together.paid[2:, :3], turns.paid)
+    assert step_batch.joined([plain, plain]).paid is None
+
+
 def test_the_steps_of_a_run_are_listed_in_order(tmp_path):
     assert step_batch.kept_steps(tmp_path) == []
     for step in (1_000_000, 9, 70):

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from rlhf_mp.config.reward import RewardConfig, Term
+from rlhf_mp.config.reward import EnvironmentTerm, RewardConfig, Term
 from rlhf_mp.data.prompts import Prompt
 from rlhf_mp.errors import RewardError
 from rlhf_mp.rewards.base import Failure, Response, Setting
@@ -56,6 +56,14 @@ def test_terms_are_weighted_and_each_is_told_by_itself():
     assert metrics["reward/gsm8k/solved"] == (0, 2)
     assert metrics["reward_term/failures"] == (0, 1)
     assert reward.settle() == {"reward_term/failures": (0, 1)}  # of the time since the last call
+
+
+def test_how_much_of_a_reward_the_environment_paid():
+    environment = EnvironmentTerm("environment", "environment", weight=0.5), Fixed([1.0, 0.0])
+    responses = [Response("a", paid=1.0), Response("b", paid=1.0, failure=Failure("error", "broke"))]
+    judgements = judged(WeightedReward([term("math", [1.0, 1.0]), environment]), responses=responses)
+    assert [worth.paid_weight for worth in judgements] == [0.5, 0.0]  # a failed episode keeps nothing of it
+    assert judged(WeightedReward([term("math", [1.0, 1.0])]))[0].paid_weight == 0
 
 
 def test_terms_judge_at_the_same_time_and_their_latency_is_told():

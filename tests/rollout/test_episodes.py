@@ -76,6 +76,7 @@ def test_what_the_policy_said_is_kept_as_sampled_and_what_it_read_is_masked():
     logprobs = [-1.0, -1.1, -0.9]
     assert episode.logprobs == pytest.approx([0, *logprobs, 0, 0, *logprobs, 0, *logprobs])
     assert (episode.paid, episode.num_turns, episode.finish_reason) == (1.75, 3, "stop")
+    assert episode.payments == [(3, 0.25), (8, 0.5), (12, 1.0)]  # the last token of each turn
     assert episode.last_turn == turn and episode.version == 4  # turns came from versions 6, 5, 4
     assert environment.heard == [str(turn)] * 3
     # every turn continues exactly what came before, from the same seed and with what is left of the budget

@@ -109,7 +109,7 @@ def test_episodes_of_a_group_are_played_by_one_engine_and_judged_together():
     class Paid(LastTokenReward):
         async def score(self, prompt, responses):
             self.asked.append([(r.text, r.num_tokens, r.paid) for r in responses])
-            return [Worth(r.paid, {}) for r in responses]
+            return [Worth(2 * r.paid, {}, 2.0) for r in responses]
 
     async def run():
         engines, reward = [FakeEngine(), FakeEngine()], Paid()
@@ -120,7 +120,8 @@ def test_episodes_of_a_group_are_played_by_one_engine_and_judged_together():
         # FakeEngine answers with what it read and the seed: 10 5, then (with the observation 99) 10 10 5 99 5
         assert [t.response_ids for t in responses] == [[10, s, 99, 10, 10, s, 99, s] for s in (5, 6)]
         assert [t.loss_mask for t in responses] == [[True] * 2 + [False] + [True] * 5] * 2
-        assert {(t.num_turns, t.reward, t.finish_reason, t.group_id) for t in responses} == {(2, 1.0, "stop", 2)}
+        assert {(t.num_turns, t.reward, t.finish_reason, t.group_id) for t in responses} == {(2, 2.0, "stop", 2)}
+        assert [t.payments for t in responses] == [[(1, 1.0), (7, 1.0)]] * 2
         assert reward.asked == [[("10 10 5 99 5", 7, 1.0), ("10 10 6 99 6", 7, 1.0)]]  # the last turn is the text
         assert (len(engines[0].asked), len(engines[1].asked)) == (4, 0)
 

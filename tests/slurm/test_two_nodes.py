@@ -42,3 +42,30 @@ def test_two_machines_train_stop_on_request_requeue_and_finish_where_they_were(s
     records = [record for record in read_jsonl(job.run_dir / "metrics.jsonl") if "time/step_s" in record]
     assert all(record["sync/changed_tensors_fraction"] > 0 for record in records)
     assert all(record["rollout/staleness_mean"] == 0 for record in records)
+
+
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+PIPELINE = {f"{ACTOR}.megatron.tensor_model_parallel_size": 1, f"{ACTOR}.megatron.pipeline_model_parallel_size": 2}
+LAYOUTS = {
+    "megatron, a stage on each": ("configs/quickstart_megatron.yaml", PIPELINE),
+    "disjoint": ("configs/quickstart_async.yaml", {}),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("config", "words"), LAYOUTS.values(), ids=LAYOUTS)
+def test_two_machines_train_in_other_layouts(sbatch, config, words):
+    job = sbatch(
+        *(f"{key}={value}" for key, value in words.items()),
+        f"{ROLLOUT}.num_engines=2",
+        "trainer.total_training_steps=3",
+        "trainer.test_freq=-1",
+        "trainer.save_freq=-1",
+        config=config,
+        environ={"RLHF_MP_SCRIPT": "launch/train.py"},
+    )
+    ended = job.wait(2 * START_S)
+    assert ended["JobState"] == "COMPLETED", job.log()
+    assert steps(job) == [1, 2, 3]
+    records = [record for record in read_jsonl(job.run_dir / "metrics.jsonl") if "time/step_s" in record]
+    assert all(record["sync/changed_tensors_fraction"] > 0 for record in records)

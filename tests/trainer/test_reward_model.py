@@ -43,6 +43,12 @@ def test_scores_replace_the_rule_reward_unless_it_has_a_weight():
     assert model(coef=0.5, rule_coef=10.0).rewards(batch, [[0, 1, 2]])[0].tolist() == [12.0, 1.0, 13.0]
 
 
+def test_what_an_environment_paid_keeps_the_weight_of_the_rule():
+    batch = batch_of([4, 2])
+    batch.paid = torch.tensor([[0, 0.5, 0], [0, 0, 1.0]])
+    assert model(rule_coef=10.0).paid(batch).tolist() == [[0, 5, 0], [0, 0, 10]]
+
+
 def test_normalised_by_everything_seen_and_then_clipped():
     own = model(normalize=True, clip=1.0)
     # mean 2, variance (1 + 1) / 2 = 1
