@@ -147,8 +147,7 @@ class ActorRolloutRef:
         self.serve()
         parts = self._parts
         ask = parts.rollouts.fetch if prompts is None else lambda step: parts.rollouts.sample(step, prompts)
-        share = parts.sampled(parts.phase, lambda: ask(parts.step))
-        parts.count(share.metrics)
+        share = parts.experience(lambda: ask(parts.step))
         batch = collate(share.trajectories)
         with parts.phase(Phase.score):
             parts.score(batch, share)

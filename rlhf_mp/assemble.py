@@ -215,7 +215,9 @@ def make_swap(job: Job) -> VerifiedSwap:
         tolerance=own.canary_tolerance,
         seed=job.config.trainer.seed,
     )
-    return VerifiedSwap(sync, canary, job.ranks.broadcast)
+    free_bytes = None if job.device.type == "cpu" else lambda: torch.cuda.mem_get_info(job.device)[0]
+    sleeps = policy.rollout.free_cache_engine
+    return VerifiedSwap(sync, canary, job.ranks.broadcast, sleeps=sleeps, free_bytes=free_bytes)
 
 
 def make_transport(job: Job) -> Transport:

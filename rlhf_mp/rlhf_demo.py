@@ -3,9 +3,10 @@
   python -m rlhf_mp.rlhf_demo [--out runs/rlhf_demo] [--strategy deepspeed|megatron]
 
 The task is the quickstart's: two-digit additions. Stage 1 fine-tunes a model made from nothing on right answers until
-it has begun to understand; stage 2 trains a reward model to prefer right answers to wrong ones; stage 3 lets the policy
-earn that reward. The last stage never sees an answer: whether it gets better at additions is measured by the rule,
-on held-out ones. The table at the end is read from the summary.json that every stage leaves behind.
+it has begun to understand; stage 2 trains a reward model to prefer right answers to wrong ones, among them those that
+the fine-tuned model gives itself; stage 3 lets the policy earn that reward. The last stage never sees an answer:
+whether it gets better at additions is measured by the rule, on held-out ones. The table at the end is read from the
+summary.json that every stage leaves behind.
 """
 
 import argparse
@@ -16,10 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from rlhf_mp.models.hf import load_causal_lm, load_tokenizer
 from rlhf_mp.models.tiny import character_tokenizer, make_checkpoint
 from rlhf_mp.observe.console import duration
 from rlhf_mp.quickstart import CHARACTERS, NUM_HELD_OUT, SHAPE, preferences, problems, write_rows
 
+NUM_SAMPLES = 4  # of the fine-tuned model to each problem
 ROOT = Path(__file__).parents[1]
 ACTOR = "actor_rollout_ref.actor"
 MEGATRON = (
@@ -61,6 +66,7 @@ def stages(out: Path) -> list[Stage]:
                 f"data.train_files={out / 'train.jsonl'}",
                 f"data.val_files={out / 'val.jsonl'}",
                 f"{ACTOR}.optim.lr=1e-3",
+                f"{ACTOR}.optim.lr_scheduler_type=constant",  # a policy whose rate has decayed is easily upset later
                 "trainer.total_epochs=100",
                 "trainer.total_training_steps=220",
                 "trainer.test_freq=100",
@@ -101,7 +107,39 @@ def prepare(out: Path, seed: int) -> None:
     rows = problems(seed)
     for name, part in {"val": rows[:NUM_HELD_OUT], "train": rows[NUM_HELD_OUT:]}.items():
         write_rows(out / f"{name}.jsonl", part)
-        write_rows(out / f"{name}_pairs.jsonl", preferences(part, seed))
+
+
+def write_pairs(out: Path, seed: int) -> None:
+    """What the reward model learns from: wrong answers of the fine-tuned model itself, and those of the quickstart."""
+    rows, policy = problems(seed), out / "sft" / "huggingface"
+    for name, part in {"val": rows[:NUM_HELD_OUT], "train": rows[NUM_HELD_OUT:]}.items():
+        write_rows(out / f"{name}_pairs.jsonl", own_mistakes(policy, part, seed) + preferences(part, seed))
+
+
+@torch.no_grad()
+def own_mistakes(policy: Path, rows: list[dict[str, str]], seed: int) -> list[dict[str, str]]:
+    """Every problem with its right answer and each different wrong one among ``NUM_SAMPLES`` of the policy's.
+
+    A reward model that has only seen mistakes of another kind does not tell the policy's own apart, and a policy that
+    earns its scores finds out.
+    """
+    torch.manual_seed(seed)
+    tokenizer, model = load_tokenizer(str(policy)), load_causal_lm(str(policy), torch.float32)
+    prompts = torch.tensor(tokenizer([row["prompt"] for row in rows])["input_ids"])  # of one length
+    said = model.generate(
+        prompts, do_sample=True, top_k=0, max_new_tokens=5, num_return_sequences=NUM_SAMPLES, use_cache=True,
+        pad_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    answers = tokenizer.batch_decode(said[:, prompts.shape[1] :], skip_special_tokens=True)
+    pairs = []
+    for number, row in enumerate(rows):
+        own = dict.fromkeys(answers[number * NUM_SAMPLES : (number + 1) * NUM_SAMPLES])
+        pairs += [
+            {"prompt": row["prompt"], "chosen": row["answer"], "rejected": answer}
+            for answer in own
+            if answer and answer != row["answer"]
+        ]
+    return pairs
 
 
 def words(stage: Stage, out: Path, strategy: str) -> list[str]:
@@ -149,6 +187,8 @@ def main(argv: list[str]) -> None:
         prepare(args.out, args.seed)
     summaries = {}
     for stage in chosen:
+        if stage.name == "rm":
+            write_pairs(args.out, args.seed)
         launch(stage, args.out, args.strategy, args.master_port)
         summaries[stage] = json.loads((args.out / stage.name / "summary.json").read_text())
     print(f"\n{table(summaries)}")

@@ -148,6 +148,9 @@ class SchedulerActor:
     async def settle(self, version: int, served: Sequence[Target]) -> None:
         self.pool.settle(version, served)
 
+    async def rest(self) -> None:
+        self.pool.rest()
+
     async def news(self) -> News:
         """The next thing to tell the user about an engine; waits for it. Fails when this process dies."""
         news = await self.pool.news.get()

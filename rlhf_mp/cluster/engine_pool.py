@@ -197,6 +197,11 @@ class EnginePool:
                 member.out_since = None
         self._move()
 
+    def rest(self) -> None:
+        """Engines give their memory back: none serves anything until a swap has settled."""
+        for member in self.members:
+            member.version = None
+
     async def swap_needed(self) -> None:
         """Waits until sampling can go on only after a swap: no engine is live, and one has come back."""
         await self._until(lambda: self._waiting and not self._live and any(m.client for m in self.members))

@@ -34,6 +34,9 @@ class PoolRoster:
         (target,) = (target for target, control in self._controls.items() if control is engine)
         result(self.actor.lost.remote(target.index, target.start, error.reason))
 
+    def rest(self) -> None:
+        result(self.actor.rest.remote())
+
     def settle(self, version: int, engines: Sequence[EngineControl]) -> None:
         served = [target for target, control in self._controls.items() if control in engines]
         result(self.actor.settle.remote(version, served))

@@ -28,6 +28,9 @@ def _placement_problems(config: RunConfig) -> Iterator[Problem]:
     trainer = config.trainer
     if trainer.placement == "colocated":
         return
+    if config.actor_rollout_ref.rollout.free_cache_engine:
+        key = f"{ROLLOUT}.free_cache_engine"
+        yield Problem(key, True, f"with {PLACEMENT}=disjoint nobody else needs the memory of an engine", f"{key}=false")
     if config.actor_rollout_ref.weight_sync.transport == "tensor" and trainer.device != "cpu":
         key = "actor_rollout_ref.weight_sync.transport"
         yield Problem(

@@ -35,7 +35,6 @@ FAMILIAR = {
 ABSENT = {
     "critic.ppo_mini_batch_size": ("the critic is stepped with the actor's mini-batches", "remove it"),
     "critic.use_dynamic_bsz": ("micro-batches are cut as the actor's are", "actor_rollout_ref.actor.use_dynamic_bsz"),
-    "actor_rollout_ref.rollout.free_cache_engine": ("engines free their KV cache whenever training runs", "remove it"),
     "actor_rollout_ref.rollout.mode": ("engines are always servers", "remove it"),
     "use_4bit": ("the frozen base of LoRA can be held in 4 bits", "actor_rollout_ref.model.quantization=nf4"),
     "use_lora": ("LoRA is on where its rank is above 0", "actor_rollout_ref.model.lora_rank=16"),

@@ -30,6 +30,9 @@ class RolloutConfig:
     tensor_model_parallel_size: int = knob(1, "GPUs per engine", ge=1)
     num_engines: int | None = knob(None, "SGLang servers; unset: ranks / tensor_model_parallel_size", ge=1)
     gpu_memory_utilization: float = knob(0.5, "share of a GPU for weights and KV cache of the engine", gt=0, le=1)
+    free_cache_engine: bool | None = knob(
+        None, "engines give weights and KV cache back while the trainer works; unset: where they share its GPUs"
+    )
     max_num_seqs: int = knob(256, "responses sampled at once by one engine", ge=1)
     max_num_batched_tokens: int = knob(8192, "tokens per prefill", ge=1)
     max_model_len: int | None = knob(None, "context length; unset: prompt + response", ge=1)

@@ -288,6 +288,11 @@ class RunConfig:
     def needs_reference(self) -> bool:
         return self.actor_rollout_ref.actor.use_kl_loss or self.algorithm.use_kl_in_reward
 
+    def engines_sleep(self, on_gpu: bool) -> bool:
+        """Whether engines give their memory back while the trainer works."""
+        asked = self.actor_rollout_ref.rollout.free_cache_engine
+        return on_gpu and self.trainer.placement == "colocated" if asked is None else asked
+
     @property
     def data_parallel_size(self) -> int:
         """How many ranks get data of their own; the others hold parts of the same model."""

@@ -28,6 +28,7 @@ def engine_of(config: RunConfig, sequence: int, *, on_gpu: bool) -> planned.Engi
         cuda_graphs=on_gpu and not rollout.enforce_eager,
         graph_batch=max(rollout.cudagraph_capture_sizes or [rollout.max_num_seqs]),
         prefill_tokens=rollout.max_num_batched_tokens,
+        sleeps=config.engines_sleep(on_gpu),
         on_own_gpus=config.trainer.placement == "disjoint",
     )
 

@@ -19,6 +19,9 @@ KEEP_ALIVE_S = 2.0
 """The server closes connections that were idle for 5 s. One used in that moment fails, so ours are given up before."""
 
 
+WEIGHTS, BESIDE_WEIGHTS = ("weights",), ("kv_cache", "cuda_graph")
+"""SGLang's names of what an engine that sleeps gives back."""
+
 BROKEN = 500
 """An answer from here on is a failure inside the engine; a smaller one is a refusal, which another would repeat."""
 
@@ -152,6 +155,7 @@ class EngineControl:
             prompt_s: for a call that a healthy engine answers at once; unset: as long as any.
         """
         self.name, self.address, self.index = name, address, index
+        self._given_back: set[str] = set()  # while it sleeps
         self._limit = timeout_s, "actor_rollout_ref.weight_sync.timeout_s"
         self._prompt = (prompt_s, "actor_rollout_ref.rollout.health_check_timeout_s") if prompt_s else self._limit
         self._session = requests.Session()
@@ -194,6 +198,17 @@ class EngineControl:
 
     def resume(self) -> None:
         self._post("/continue_generation", {}, self._prompt)
+
+    def sleep(self) -> None:
+        """Give back all GPU memory, and forget what was in it, weights included. The engine must be paused."""
+        self._post("/release_memory_occupation", {"tags": [*WEIGHTS, *BESIDE_WEIGHTS]}, self._limit)
+        self._given_back = {*WEIGHTS, *BESIDE_WEIGHTS}
+
+    def wake(self, parts: Sequence[str]) -> None:
+        """Have memory for ``parts`` again, where the engine sleeps; what is in it is anything."""
+        if missing := [part for part in parts if part in self._given_back]:
+            self._post("/resume_memory_occupation", {"tags": missing}, self._limit)
+            self._given_back.difference_update(missing)
 
     def begin(self, payloads: Sequence[str]) -> None:
         """Weights of a new version follow.

@@ -96,6 +96,7 @@ def server_arguments(plan: ServerPlan, rollout: RolloutConfig, context: int) -> 
     else:
         arguments["mem-fraction-static"] = rollout.gpu_memory_utilization
         arguments["disable-cuda-graph"] = rollout.enforce_eager
+        arguments["enable-memory-saver"] = rollout.free_cache_engine
         if rollout.cudagraph_capture_sizes is not None:
             arguments["cuda-graph-bs"] = rollout.cudagraph_capture_sizes
         if rollout.reproducible:

@@ -97,8 +97,7 @@ class Trainer(Loop):
             self.reward_model.load_state_dict(state["reward_model"])
 
     def train_step(self) -> None:
-        share = self.sampled(self.phase, lambda: self.rollouts.fetch(self.step))
-        self.count(share.metrics)
+        share = self.experience(lambda: self.rollouts.fetch(self.step))
         batch = collate(share.trajectories)
         with self.phase(Phase.score):
             self.score(batch, share)
@@ -112,6 +111,19 @@ class Trainer(Loop):
                 self.update_actor(batch, share, self.algorithm.policy_loss)
             self.settle(batch, share)
         self.log.add({name: (value, 1) for name, value in self.memory().items()})
+
+    def experience(self, ask: Callable[[], Share | None]) -> Share:
+        """A step's responses; the engines that made them sleep then, if they do."""
+
+        def ask_then_rest() -> Share | None:
+            share = ask()
+            if share is not None:
+                self.log.add(self.swap.sleep())
+            return share
+
+        share = self.sampled(self.phase, ask_then_rest)
+        self.count(share.metrics)
+        return share
 
     def sampled(self, during: Callable[[Phase], AbstractContextManager], ask: Callable[[], T | None]) -> T:
         """What the scheduler answers; waits. Engines that came back without weights, and are needed, get them first.

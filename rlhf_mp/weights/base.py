@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rlhf_mp.data.types import Sums
 from rlhf_mp.errors import SyncError
+from rlhf_mp.rollout.sglang_client import BESIDE_WEIGHTS, WEIGHTS, EngineControl
 from rlhf_mp.weights.buckets import Bucket, Packer
 from rlhf_mp.weights.encoding import encode
 from rlhf_mp.weights.fleet import FixedRoster, Fleet, Roster
@@ -99,14 +100,27 @@ class WeightSync:
             self.whole = not (self.transport.all_or_none and self.fleet.num_lost)
             if self.whole:
                 self._commit(Manifest(version, tuple(records)), times, must_differ)
-                self.fleet.each(lambda engine: engine.resume())
+                self.fleet.each(self._resume)
         return self._metrics(times, time.perf_counter() - start)
+
+    def sleep(self) -> None:
+        """Every engine gives its memory back, until the next push."""
+        if self.is_sender:
+            self.fleet.muster()
+            self.fleet.rest()
+            self.fleet.each(lambda engine: engine.pause())
+            self.fleet.each(lambda engine: engine.sleep())
+
+    def _resume(self, engine: EngineControl) -> None:
+        engine.wake(BESIDE_WEIGHTS)  # only now: until here the trainer has had the memory of the KV cache
+        engine.resume()
 
     def _begin(self) -> None:
         if not self.is_sender:
             return
         self.fleet.muster()
         self.fleet.each(lambda engine: engine.pause())
+        self.fleet.each(lambda engine: engine.wake(WEIGHTS))
         self.transport.connect(self.fleet)
         self.fleet.each(lambda engine: engine.begin(self._encoded({})))
 

@@ -27,6 +27,10 @@ class Roster(Protocol):
         """These are proved to serve ``version``."""
         ...
 
+    def rest(self) -> None:
+        """No engine serves any version until the next swap has settled."""
+        ...
+
 
 class FixedRoster:
     """Engines that nobody replaces: whoever started them sees to them."""
@@ -41,6 +45,9 @@ class FixedRoster:
         raise error
 
     def settle(self, version: int, engines: Sequence[EngineControl]) -> None:
+        pass
+
+    def rest(self) -> None:
         pass
 
 
@@ -72,6 +79,10 @@ class Fleet:
     def settle(self, version: int) -> None:
         """The swap has ended, and what is left of the engines serves ``version``."""
         self._roster.settle(version, self.live)
+
+    def rest(self) -> None:
+        """Nobody may sample until the next swap."""
+        self._roster.rest()
 
     def _answers(self, calls: Sequence[tuple[EngineControl, Future]]) -> list:
         answers, refusals = [], []

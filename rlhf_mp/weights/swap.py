@@ -1,25 +1,70 @@
-"""A swap as the trainer sees it: push, then prove with a canary that the engines compute what the trainer does."""
+"""A swap as the trainer sees it: push, then prove with a canary that the engines compute what the trainer does.
+
+Between sampling and the next swap the engines may sleep: they share GPUs with the trainer, and it needs the memory.
+"""
 
 import time
 from collections.abc import Callable
 from typing import Any
 
+from rlhf_mp.cluster.first_failure import wait_until
 from rlhf_mp.data.collate import collate
 from rlhf_mp.data.types import Sums
+from rlhf_mp.errors import SyncError
 from rlhf_mp.train.base import TrainEngine
 from rlhf_mp.weights.base import WeightSync
 from rlhf_mp.weights.canary import Canary
+
+RELEASE_S = 5.0
 
 
 class VerifiedSwap:
     """Collective."""
 
-    def __init__(self, sync: WeightSync, canary: Canary, broadcast: Callable[[Any], Any]):
+    def __init__(
+        self,
+        sync: WeightSync,
+        canary: Canary,
+        broadcast: Callable[[Any], Any],
+        *,
+        sleeps: bool = False,
+        free_bytes: Callable[[], int] | None = None,
+    ):
         """
         Args:
             broadcast: collective; rank 0's value, on every rank.
+            sleeps: engines give their memory back between sampling and the next swap.
+            free_bytes: of this rank's GPU, which an engine has too; None on a CPU.
         """
         self.sync, self.canary, self.broadcast = sync, canary, broadcast
+        self.sleeps, self.free_bytes = sleeps, free_bytes
+
+    def sleep(self) -> Sums:
+        """Once a step's responses are there. When it returns, the engines' memory is free on every GPU.
+
+        Raises:
+            SyncError: they say so, and it is not.
+        """
+        if not self.sleeps:
+            return {}
+        start, metrics = time.perf_counter(), {}
+        if self.sync.is_sender:
+            freed = self._freed()
+            metrics = {"sleep/s": (time.perf_counter() - start, 1), "sleep/freed_bytes": (freed, 1)}
+        self.broadcast(None)  # no rank goes on before
+        return metrics
+
+    def _freed(self) -> int:
+        before = self.free_bytes() if self.free_bytes else 0
+        self.sync.sleep()
+        if self.free_bytes is None:
+            return 0
+        if not wait_until(lambda: self.free_bytes() > before, RELEASE_S):
+            raise SyncError(
+                f"the engines were told to sleep, and {RELEASE_S:g} s later this GPU has no more free memory than "
+                "before; fix: actor_rollout_ref.rollout.free_cache_engine=false"
+            )
+        return self.free_bytes() - before
 
     def push(self, actor: TrainEngine, version: int, *, must_differ: bool) -> Sums:
         """When it returns, every engine that answers samples from the actor's weights, as ``version``.

@@ -28,6 +28,7 @@ DISK = ["actor_rollout_ref.weight_sync.transport=disk"]
 DISTRIBUTED = [
     "actor_rollout_ref.weight_sync.transport=distributed",
     "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+    "actor_rollout_ref.rollout.free_cache_engine=true",
 ]
 EXACT = 1e-4  # log-probs of float32 models computed in different ways, in nats
 
@@ -46,7 +47,7 @@ def disk(start, tmp_path_factory) -> Job:
 
 @pytest.fixture(scope="module")
 def distributed(start, tmp_path_factory) -> Job:
-    """Two DeepSpeed ranks, weights by broadcast to one engine of two workers."""
+    """Two DeepSpeed ranks, weights by broadcast to one engine of two workers, which sleeps while they train."""
     return finished(start(tmp_path_factory.mktemp("distributed") / "run", *SHORT, *DISTRIBUTED, num_ranks=2))
 
 
@@ -62,6 +63,11 @@ def test_every_version_reaches_the_engines_and_is_what_they_sample_from(job):
         assert record["sync/canary_logprob_diff"] < EXACT
         assert record["actor/rollout_logprob_difference"] < EXACT
         assert record["rollout/staleness_mean"] == 0
+
+
+def test_engines_slept_while_the_ranks_worked_where_they_were_asked_to(distributed, disk):
+    assert all(record["sleep/s"] < 30 for record in distributed.steps().values())
+    assert all("sleep/s" not in record for record in disk.steps().values())  # on a CPU nobody needs the memory
 
 
 STATES = {"weights", "gradients", "master weights", "optimizer moments"}

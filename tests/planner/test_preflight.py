@@ -127,6 +127,7 @@ def test_only_what_the_algorithm_scores_is_planned(folder, knob):
 def test_a_run_that_cannot_fit_says_by_how_much_and_what_would_help(folder):
     """All logits at once are the largest thing there is: in chunks the same run fits."""
     too_much = {"actor_rollout_ref.rollout.gpu_memory_utilization": 0.6, "actor_rollout_ref.model.logits_chunk_mb": 0}
+    too_much["actor_rollout_ref.rollout.free_cache_engine"] = False
     (problem,) = plan_problems(run(folder, **too_much), H100)
     assert "too much; largest: actor logits" in problem.reason
     assert "trainer.skip_plan=true" in problem.fix
@@ -360,9 +361,20 @@ def test_a_reference_that_is_the_base_is_not_told_to_leave_the_gpu(folder):
     assert problems and not any("ref.fsdp_config" in problem.fix for problem in problems)
 
 
+def test_engines_that_share_gpus_sleep_while_the_trainer_works_unless_told_otherwise(folder):
+    key = "actor_rollout_ref.rollout.free_cache_engine"
+    asleep, awake = (plan_of(run(folder, **words), H100) for words in ({}, {key: False}))
+    engine = sum(term.bytes for term in awake.peak_of(Phase.train).terms if term.role is Role.engine)
+    assert engine > 30 * GIB  # half of a card
+    assert awake.peak_of(Phase.train).gpu_bytes - asleep.peak_of(Phase.train).gpu_bytes == pytest.approx(engine)
+    assert asleep.peak_of(Phase.rollout).gpu_bytes == awake.peak_of(Phase.rollout).gpu_bytes
+    assert not job_of(run(folder), LAPTOP).engine.sleeps  # on a CPU there is nothing to give back
+
+
 def test_disjoint_engines_leave_the_ranks_gpus_to_the_trainer_and_share_the_memory_of_a_laptop(folder):
     knob = "trainer.placement"
-    together, apart = (run(folder, **{knob: value}) for value in ("colocated", "disjoint"))
+    awake = {"actor_rollout_ref.rollout.free_cache_engine": False}
+    together, apart = (run(folder, **{knob: value}, **awake) for value in ("colocated", "disjoint"))
     training = {m.name: m for m in plan_of(apart, H100).moments if m.phase is Phase.train}
     assert all(term.role is not Role.engine for moment in training.values() for term in moment.terms)
     before = plan_of(together, H100).peak_of(Phase.train)

@@ -149,3 +149,19 @@ def test_an_aborted_straggler_leaves_the_engine_and_disturbs_nobody(sglang_serve
     sync.fleet.each(lambda engine: engine.pause())
     assert time.monotonic() - start < 2
     sync.fleet.each(lambda engine: engine.resume())
+
+
+def test_a_server_that_has_slept_samples_from_what_the_next_swap_brings(sglang_server, sync, trainers):
+    """On a CPU there is no memory to give back: this is what is asked of a server, and that it answers well after."""
+    sync.push(trainers[5].weights(), 5, must_differ=False)
+    threading.Timer(0.3, sync.sleep).start()  # in the middle of responses: they are given up, and go on afterwards
+    swap = threading.Timer(1.5, lambda: sync.push(trainers[6].weights(), 6, must_differ=True))
+    groups = sample_while(sglang_server, swap.start)
+    versions = set()
+    for prompt, completions in zip(PROMPTS, groups, strict=True):
+        for c in completions:
+            versions |= set(c.versions)
+            scored = {version: logprobs_of(trainers[version], prompt, c.ids) for version in (5, 6)}
+            own = torch.tensor([scored[version][i] for i, version in enumerate(c.versions)])
+            torch.testing.assert_close(torch.tensor(c.logprobs), own, atol=1e-4, rtol=0)
+    assert versions == {5, 6}

@@ -99,6 +99,9 @@ class Swap:
         self.must_differ.append(must_differ)
         return {"sync/bytes": (100.0, 1)}
 
+    def sleep(self):
+        return {"sleep/s": (0.5, 1)}
+
 
 class Checkpoints:
     """Resumes at ``step`` if it is not 0."""

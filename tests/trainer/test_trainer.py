@@ -177,7 +177,7 @@ def test_every_phase_is_watched_while_it_lasts():
 
     for part, name in [
         (made.rollouts, "fetch"), (made.rollouts, "evaluate"), (made.rollouts, "publish"), (made.swap, "push"),
-        (made.actor, "score"), (made.actor, "train_step"),
+        (made.actor, "score"), (made.actor, "train_step"), (made.swap, "sleep"),
     ]:  # fmt: skip
         spy(part, name)
     made.train()
@@ -185,6 +185,7 @@ def test_every_phase_is_watched_while_it_lasts():
         "push": {(Phase.sync,)},
         "publish": {(Phase.sync,)},
         "fetch": {(Phase.rollout,)},
+        "sleep": {(Phase.rollout,)},
         "evaluate": {(Phase.rollout,)},
         "score": {(Phase.score,)},
         "train_step": {(Phase.train,)},

@@ -6,7 +6,7 @@ import torch
 from rlhf_mp.data.types import Trajectory
 from rlhf_mp.errors import EngineError, EngineLost, SyncError
 from rlhf_mp.rollout.base import Completion
-from rlhf_mp.rollout.sglang_client import EngineControl
+from rlhf_mp.rollout.sglang_client import BESIDE_WEIGHTS, WEIGHTS, EngineControl
 from rlhf_mp.weights.base import WeightSync
 from rlhf_mp.weights.buckets import Packer
 from rlhf_mp.weights.canary import Canary
@@ -21,12 +21,22 @@ class FakeEngine(EngineControl):
 
     def __init__(self, name: str, events: list):
         self.name, self.events, self.version = name, events, -1
+        self._given_back = set()
 
     def pause(self):
         self.events.append((self.name, "pause"))
 
     def resume(self):
         self.events.append((self.name, "resume"))
+
+    def sleep(self):
+        self.events.append((self.name, "sleep"))
+        self._given_back = {*WEIGHTS, *BESIDE_WEIGHTS}
+
+    def wake(self, parts):
+        if self._given_back.intersection(parts):
+            self.events.append((self.name, "wake", *parts))
+            self._given_back.difference_update(parts)
 
     def begin(self, payloads):
         self.events.append((self.name, "begin", len(payloads)))
@@ -87,6 +97,9 @@ class Pool:
     def settle(self, version, engines):
         self.settled.append((version, [engine.name for engine in engines]))
 
+    def rest(self):
+        self.settled.append("nothing")
+
 
 def pooled(events: list, *, engines: int = 3, all_or_none: bool = False) -> tuple[WeightSync, Pool]:
     pool = Pool([FakeEngine(f"engine {i}", events) for i in range(engines)])
@@ -125,6 +138,51 @@ def test_engines_pause_before_the_first_byte_and_resume_after_the_proof():
         ("engine 0", "commit", 2, 3),
         ("engine 0", "resume"),
     ]
+
+
+def test_engines_that_sleep_have_memory_for_weights_first_and_for_the_cache_after_the_proof():
+    events = []
+    made, pool = pooled(events)
+    made.sleep()
+    assert pool.settled == ["nothing"]  # before any of them is paused, nobody samples any more
+    own = [event[1:] for event in events if event[0] == "engine 0"]
+    assert own == [("pause",), ("sleep",)]
+    for version in (3, 4):  # the second time they are awake
+        made.push(weights(version), version, must_differ=False)
+    own = [event[1] if event[1] != "wake" else event[1:] for event in events if event[0] == "engine 0"][2:]
+    assert own == [
+        "pause", ("wake", "weights"), "begin", "commit", ("wake", "kv_cache", "cuda_graph"), "resume",
+        "pause", "begin", "commit", "resume",
+    ]  # fmt: skip
+
+
+def test_a_trainer_whose_engines_do_not_sleep_asks_nobody():
+    events = []
+    made = verified(events)
+    assert made.sleep() == {} and events == []
+    made.sleeps = True
+    assert made.sleep()["sleep/freed_bytes"] == (0, 1)  # of a CPU
+    assert [event[1] for event in events] == ["pause", "sleep"]
+
+
+def test_memory_that_sleeping_engines_give_back_is_waited_for(monkeypatch):
+    made = verified([])
+    made.sleeps, free = True, iter([100, 100, 350, 350])  # before, not yet, then
+    made.free_bytes = lambda: next(free)
+    assert made.sleep()["sleep/freed_bytes"] == (250, 1)
+    monkeypatch.setattr("rlhf_mp.weights.swap.RELEASE_S", 0.1)
+    made.free_bytes = lambda: 100
+    with pytest.raises(SyncError, match=r"no more free memory.*free_cache_engine=false"):
+        made.sleep()
+
+
+def test_an_engine_that_is_lost_while_it_should_fall_asleep_is_left_out():
+    made, pool = pooled([])
+    dies_in(pool.engines[1], "sleep")
+    made.sleep()
+    made.push(weights(3), 3, must_differ=False)
+    assert pool.reasons == {"engine 1": "sleep failed: ConnectionError"}
+    assert [engine.name for engine in made.fleet.live] == ["engine 0", "engine 2"]
 
 
 def test_every_engine_goes_through_the_same_steps():
