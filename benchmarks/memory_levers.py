@@ -32,6 +32,10 @@ BASE = {
 LEVERS: dict[str, dict[str, Any]] = {
     "logits in chunks": {f"{MODEL}.logits_chunk_mb": 4},
     "no padding": {f"{MODEL}.use_remove_padding": "true"},
+    "the cheap part of every layer recomputed": {
+        f"{MODEL}.enable_gradient_checkpointing": "true",
+        f"{MODEL}.recompute": "selective",
+    },
     "every 2nd layer recomputed": {
         f"{MODEL}.enable_gradient_checkpointing": "true",
         f"{MODEL}.checkpoint_every_n_layers": 2,
