@@ -2,7 +2,8 @@
 
   python tests/trainer/killed_run.py --kills 50
 
-Each time a process continues from the newest checkpoint, trains a small model and is killed after a random time.
+Each time a process continues from the newest checkpoint, trains a small model and is killed at a random time after it
+has begun to save.
 """
 
 import argparse
@@ -22,6 +23,7 @@ import torch
 
 from rlhf_mp import checkpoint
 from rlhf_mp.algorithms.supervised import fine_tuning_loss
+from rlhf_mp.cluster.first_failure import wait_until
 from rlhf_mp.cluster.ranks import Ranks
 from rlhf_mp.config.schema import ActorConfig, OptimConfig
 from rlhf_mp.data.types import TokenBatch, Totals
@@ -96,6 +98,7 @@ def kill_again_and_again(run_dir: Path, model: str, kills: int, *, in_background
         AssertionError: a resume went wrong.
     """
     progress, chance, tally, digests = run_dir / "progress", random.Random(seed), Tally(), {}
+    lines: list[list[str]] = []
     run_dir.mkdir(parents=True)
     progress.touch()
     fork = get_context("fork")
@@ -110,7 +113,8 @@ def kill_again_and_again(run_dir: Path, model: str, kills: int, *, in_background
         tally.most_lost = max(tally.most_lost, done - started.step)
         child = fork.Process(target=started.train, args=(progress,))
         child.start()
-        time.sleep(chance.uniform(0.1, 0.6))
+        assert wait_until(lambda known=len(lines): len(progress.read_text().splitlines()) > known + SAVE_FREQ, 60)
+        time.sleep(chance.uniform(0.0, 0.5))
         os.kill(child.pid, signal.SIGKILL)
         child.join()
         lines = [line.split() for line in progress.read_text().splitlines(keepends=True) if line.endswith("\n")]
