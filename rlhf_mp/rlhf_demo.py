@@ -2,11 +2,11 @@
 
   python -m rlhf_mp.rlhf_demo [--out runs/rlhf_demo] [--strategy deepspeed|megatron]
 
-The task is the quickstart's: two-digit additions. Stage 1 fine-tunes a model made from nothing on right answers until
-it has begun to understand; stage 2 trains a reward model to prefer right answers to wrong ones, among them those that
-the fine-tuned model gives itself; stage 3 lets the policy earn that reward. The last stage never sees an answer:
-whether it gets better at additions is measured by the rule, on held-out ones. The table at the end is read from the
-summary.json that every stage leaves behind.
+The task is the quickstart's: two-digit additions. A model made from nothing is fine-tuned on right answers until it has
+begun to understand (sft), and another time for longer (rm_base). The latter becomes the reward model: it learns to
+prefer right answers to wrong ones, among them those that the first one gives (rm). Then that one earns the reward
+(ppo). The last stage never sees an answer: whether it gets better at additions is measured by the rule, on held-out
+ones. The table at the end is read from the summary.json that every stage leaves behind.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from rlhf_mp.quickstart import CHARACTERS, NUM_HELD_OUT, SHAPE, preferences, pro
 
 NUM_SAMPLES = 4  # of the fine-tuned model to each problem
 ROOT = Path(__file__).parents[1]
-ACTOR = "actor_rollout_ref.actor"
+ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model.path"
 MEGATRON = (
     f"{ACTOR}.strategy=megatron",
     f"{ACTOR}.megatron.tensor_model_parallel_size=2",
@@ -54,34 +54,19 @@ class Stage:
 
 def stages(out: Path) -> list[Stage]:
     """What is launched, one after the other."""
-    model = "actor_rollout_ref.model.path"
     return [
-        Stage(
-            "sft",
-            "sft_quickstart.yaml",
-            "loss of held-out answers",
-            "eval/loss",
-            (
-                f"{model}={out / 'base'}",
-                f"data.train_files={out / 'train.jsonl'}",
-                f"data.val_files={out / 'val.jsonl'}",
-                f"{ACTOR}.optim.lr=1e-3",
-                f"{ACTOR}.optim.lr_scheduler_type=constant",  # a policy whose rate has decayed is easily upset later
-                "trainer.total_epochs=100",
-                "trainer.total_training_steps=220",
-                "trainer.test_freq=100",
-                "trainer.save_freq=50",
-            ),
-        ),
+        fine_tuning(out, "sft", 200, "constant"),  # a policy whose rate has decayed is easily upset later
+        fine_tuning(out, "rm_base", 500, "cosine"),
         Stage(
             "rm",
             "rm_quickstart.yaml",
             "held-out pairs told apart",
             "eval/accuracy",
             (
-                f"{model}={out / 'sft' / 'huggingface'}",
+                f"{MODEL}={out / 'rm_base' / 'huggingface'}",
                 f"data.train_files={out / 'train_pairs.jsonl'}",
                 f"data.val_files={out / 'val_pairs.jsonl'}",
+                "trainer.total_training_steps=300",
                 "trainer.test_freq=100",
                 "trainer.save_freq=50",
             ),
@@ -92,13 +77,33 @@ def stages(out: Path) -> list[Stage]:
             "right held-out answers",
             "eval/accuracy",
             (
-                f"{model}={out / 'sft' / 'huggingface'}",
+                f"{MODEL}={out / 'sft' / 'huggingface'}",
                 f"reward_model.model.path={out / 'rm' / 'huggingface'}",
                 f"data.train_files={out / 'train.jsonl'}",
                 f"data.val_files={out / 'val.jsonl'}",
             ),
         ),
     ]
+
+
+def fine_tuning(out: Path, name: str, num_steps: int, schedule: str) -> Stage:
+    return Stage(
+        name,
+        "sft_quickstart.yaml",
+        "loss of held-out answers",
+        "eval/loss",
+        (
+            f"{MODEL}={out / 'base'}",
+            f"data.train_files={out / 'train.jsonl'}",
+            f"data.val_files={out / 'val.jsonl'}",
+            f"{ACTOR}.optim.lr=1e-3",
+            f"{ACTOR}.optim.lr_scheduler_type={schedule}",
+            "trainer.total_epochs=100",
+            f"trainer.total_training_steps={num_steps}",
+            "trainer.test_freq=100",
+            "trainer.save_freq=50",
+        ),
+    )
 
 
 def prepare(out: Path, seed: int) -> None:
@@ -166,10 +171,10 @@ def launch(stage: Stage, out: Path, strategy: str, port: int) -> None:
 
 def table(summaries: dict[Stage, dict[str, Any]]) -> str:
     """One line a stage."""
-    lines = [f"{'stage':6}{'steps':>7}{'time':>9}  {'measure':28}{'before':>8}{'after':>8}"]
+    lines = [f"{'stage':8}{'steps':>7}{'time':>9}  {'measure':28}{'before':>8}{'after':>8}"]
     for stage, summary in summaries.items():
         first, last = summary[f"{stage.metric}_first"], summary[f"{stage.metric}_last"]
-        spent = f"{stage.name:6}{summary['num_steps']:7}{duration(summary['seconds']):>9}"
+        spent = f"{stage.name:8}{summary['num_steps']:7}{duration(summary['seconds']):>9}"
         lines.append(f"{spent}  {stage.measure:28}{first:8.3f}{last:8.3f}")
     return "\n".join(lines)
 
@@ -178,7 +183,7 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/rlhf_demo"))
     parser.add_argument("--strategy", choices=("deepspeed", "megatron"), default="deepspeed")
-    parser.add_argument("--stages", default="sft,rm,ppo", help="some of them, in this order (%(default)s)")
+    parser.add_argument("--stages", default="sft,rm_base,rm,ppo", help="some of them, in this order (%(default)s)")
     parser.add_argument("--master-port", type=int, default=29500, help="where the ranks meet (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)

@@ -24,8 +24,9 @@ def test_every_stage_is_a_valid_run_on_either_backend(name, strategy):
 def test_each_stage_starts_from_what_the_one_before_left():
     given = {name: dict(word.split("=") for word in words(stage, OUT, "deepspeed")) for name, stage in STAGES.items()}
     model = "actor_rollout_ref.model.path"
-    assert given["sft"][model] == str(OUT / "base")
-    assert given["rm"][model] == given["ppo"][model] == str(OUT / "sft" / "huggingface")
+    assert given["sft"][model] == given["rm_base"][model] == str(OUT / "base")
+    assert given["rm"][model] == str(OUT / "rm_base" / "huggingface")
+    assert given["ppo"][model] == str(OUT / "sft" / "huggingface")
     assert given["ppo"]["reward_model.model.path"] == str(OUT / "rm" / "huggingface")
 
 
@@ -35,9 +36,9 @@ def test_the_table_by_hand():
         STAGES["ppo"]: {"num_steps": 150, "seconds": 400, "eval/accuracy_first": 0.31, "eval/accuracy_last": 0.875},
     }
     assert table(summaries).splitlines() == [
-        "stage   steps     time  measure                       before   after",
-        "sft       300    1m15s  loss of held-out answers       3.467   0.250",
-        "ppo       150    6m40s  right held-out answers         0.310   0.875",
+        "stage     steps     time  measure                       before   after",
+        "sft         300    1m15s  loss of held-out answers       3.467   0.250",
+        "ppo         150    6m40s  right held-out answers         0.310   0.875",
     ]
 
 
