@@ -33,9 +33,10 @@ LAUNCHER_VARIABLES = {
     "MASTER_ADDR",
     "MASTER_PORT",
 }
-
-
 LAUNCH = ROOT / "launch" / "train.py"
+ENGINE_ROUNDING = "actor/rollout_"
+"""Metrics of how far engine and trainer are apart. An engine's last bits depend on what it decodes together, and
+nothing else is computed from them."""
 
 
 def command(config: Path, *overrides: str, num_ranks: int = 1, script: Path = LAUNCH) -> list[str]:

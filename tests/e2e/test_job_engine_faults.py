@@ -8,14 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from job import Job
+from job import ENGINE_ROUNDING, Job
 from safetensors.torch import load_file
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 GROUPS = 8  # a step, see additions.py
-ROUNDING = (
-    "actor/rollout_"  # how far engine and trainer are apart: an engine's last bits depend on what it computes beside
-)
 COMPARED = ("actor/", "rollout/reward", "rollout/response", "rollout/solved", "eval/", "score/")
 LIMIT_S = 30
 COMMON = [
@@ -62,7 +59,7 @@ def computed(job: Job) -> list[dict]:
         {
             k: v
             for k, v in record.items()
-            if k == "step" or k.startswith(COMPARED) and not k.endswith("_s") and not k.startswith(ROUNDING)
+            if k == "step" or k.startswith(COMPARED) and not k.endswith("_s") and not k.startswith(ENGINE_ROUNDING)
         }
         for record in job.metrics()
     ]

@@ -5,7 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from job import ROOT, environment
+from job import ENGINE_ROUNDING, ROOT, environment
 
 from rlhf_mp.api import Trainer
 from rlhf_mp.host_allocator import find_library
@@ -19,16 +19,12 @@ DECIDED = ("actor/", "critic/", "rollout/reward", "rollout/response", "algorithm
 
 
 def decided(job) -> dict[int, dict[str, float]]:
-    """What a step computed, without what it took to.
-
-    Nor how far the engine's log-probabilities are from the trainer's: their last bit follows from
-    which requests the engine happened to decode together, and nothing else is computed from them.
-    """
+    """What a step computed, without what it took to."""
     return {
         number: {
             name: value
             for name, value in record.items()
-            if name.startswith(DECIDED) and not name.startswith("actor/rollout_")
+            if name.startswith(DECIDED) and not name.startswith(ENGINE_ROUNDING)
         }
         for number, record in job.steps().items()
     }

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from job import Job
+from job import ENGINE_ROUNDING, Job
 from safetensors.torch import load_file
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
@@ -34,7 +34,9 @@ def runs(start, tmp_path_factory) -> Runs:
 
 
 def is_compared(name: str) -> bool:
-    return name == "step" or name.startswith(COMPARED) and not name.endswith("_s")
+    if name.endswith("_s") or name.startswith(ENGINE_ROUNDING):
+        return False
+    return name == "step" or name.startswith(COMPARED)
 
 
 def weights(job: Job) -> dict[str, torch.Tensor]:

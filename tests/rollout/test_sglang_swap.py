@@ -74,6 +74,13 @@ def sample_while(server, meanwhile) -> list[list[Completion]]:
     return found
 
 
+def seconds_of_sampling(server) -> float:
+    """All groups when nothing goes on meanwhile, on this machine, now."""
+    start = time.monotonic()
+    sample_while(server, lambda: None)
+    return time.monotonic() - start
+
+
 def logprobs_of(trainer: TorchEngine, prompt: list[int], ids: list[int]) -> torch.Tensor:
     row = Trajectory(prompt, ids, [0.0] * len(ids), [True] * len(ids), 0.0, 0, 0, "length")
     return trainer.score([collate([row])])[0][0, len(prompt) :]
@@ -83,9 +90,11 @@ def test_each_token_has_the_logprob_of_the_version_it_carries(sglang_server, syn
     sync.push(trainers[5].weights(), 5, must_differ=False)
     paused: list[float] = []
 
+    took_s = seconds_of_sampling(sglang_server)
+
     def swap_twice():
         for version in (6, 7):
-            time.sleep(0.25)
+            time.sleep(took_s / 3)
             start = time.monotonic()
             sync.push(trainers[version].weights(), version, must_differ=True)
             paused.append(time.monotonic() - start)
@@ -112,9 +121,10 @@ def test_a_swap_to_the_same_weights_changes_no_token(sglang_server, sync, traine
     """Seeds draw by position: an interrupted response goes on with what would have come."""
     sync.push(trainers[5].weights(), 8, must_differ=False)
     straight = sample_while(sglang_server, lambda: None)
+    took_s = seconds_of_sampling(sglang_server)
 
     def swap():
-        time.sleep(0.3)
+        time.sleep(took_s / 3)
         sync.push(trainers[5].weights(), 9, must_differ=False)
 
     interrupted = sample_while(sglang_server, swap)
@@ -154,9 +164,14 @@ def test_an_aborted_straggler_leaves_the_engine_and_disturbs_nobody(sglang_serve
 def test_a_server_that_has_slept_samples_from_what_the_next_swap_brings(sglang_server, sync, trainers):
     """On a CPU there is no memory to give back: this is what is asked of a server, and that it answers well after."""
     sync.push(trainers[5].weights(), 5, must_differ=False)
-    threading.Timer(0.3, sync.sleep).start()  # in the middle of responses: they are given up, and go on afterwards
-    swap = threading.Timer(1.5, lambda: sync.push(trainers[6].weights(), 6, must_differ=True))
-    groups = sample_while(sglang_server, swap.start)
+    took_s = seconds_of_sampling(sglang_server)
+
+    def sleep_and_swap():
+        time.sleep(took_s / 3)
+        sync.sleep()  # in the middle of responses: they are given up, and go on afterwards
+        sync.push(trainers[6].weights(), 6, must_differ=True)
+
+    groups = sample_while(sglang_server, sleep_and_swap)
     versions = set()
     for prompt, completions in zip(PROMPTS, groups, strict=True):
         for c in completions:
