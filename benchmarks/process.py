@@ -9,7 +9,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-TRAIN = Path(__file__).parents[1] / "launch" / "train.py"
+ROOT = Path(__file__).parents[1]
+TRAIN = ROOT / "launch" / "train.py"
 LOG_TAIL = 30
 SHUTDOWN_S = 30
 LOOK_EVERY_S = 1.0
@@ -25,7 +26,8 @@ def run_logged(command: list[str], log: Path, processes: int, look: Callable[[],
         RuntimeError: it failed; with the end of the log.
     """
     threads = max(1, len(os.sched_getaffinity(0)) // processes)
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]  # scripts import this package
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": os.pathsep.join(paths)}
     with log.open("wb") as file:
         # a session of its own: signals to a launcher's pid would leave its ranks running
         process = subprocess.Popen(command, stdout=file, stderr=file, env=environment, start_new_session=True)
