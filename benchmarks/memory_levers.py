@@ -121,13 +121,13 @@ def largest(ours: Sequence[float], theirs: Sequence[float]) -> float:
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Peaks beside the first row's; rows that begin with + have all levers above that are named in them too."""
-    head = f"{'lever':32} {'peak MB':>9} {'of none':>8} {'RSS MB':>8} {'s/step':>8} {'of none':>8} {'padding':>8}"
+    head = f"{'lever':41} {'peak MB':>9} {'of none':>8} {'RSS MB':>8} {'s/step':>8} {'of none':>8} {'padding':>8}"
     lines = [f"{head} {'loss diff':>10}"]
     first = rows[0]
     for row in rows:
         shares = row["peak_bytes"] / first["peak_bytes"], row["seconds"] / first["seconds"]
         lines.append(
-            f"{row['lever']:32} {row['peak_bytes'] / 1e6:9.0f} {shares[0]:8.0%} {row['rss_bytes'] / 1e6:8.0f} "
+            f"{row['lever']:41} {row['peak_bytes'] / 1e6:9.0f} {shares[0]:8.0%} {row['rss_bytes'] / 1e6:8.0f} "
             f"{row['seconds']:8.2f} {shares[1]:8.0%} {row['padding']:8.0%} {row['max_loss_difference']:10.1e}"
         )
     return "\n".join(lines)
