@@ -66,7 +66,8 @@ def stages(out: Path) -> list[Stage]:
                 f"{MODEL}={out / 'rm_base' / 'huggingface'}",
                 f"data.train_files={out / 'train_pairs.jsonl'}",
                 f"data.val_files={out / 'val_pairs.jsonl'}",
-                "trainer.total_training_steps=300",
+                f"{ACTOR}.optim.lr=1e-4",  # ten times as much, and it forgets how to add before it learns to judge
+                "trainer.total_training_steps=500",
                 "trainer.test_freq=100",
                 "trainer.save_freq=50",
             ),
@@ -132,8 +133,8 @@ def own_mistakes(policy: Path, rows: list[dict[str, str]], seed: int) -> list[di
     tokenizer, model = load_tokenizer(str(policy)), load_causal_lm(str(policy), torch.float32)
     prompts = torch.tensor(tokenizer([row["prompt"] for row in rows])["input_ids"])  # of one length
     said = model.generate(
-        prompts, do_sample=True, top_k=0, max_new_tokens=5, num_return_sequences=NUM_SAMPLES, use_cache=True,
-        pad_token_id=tokenizer.eos_token_id,
+        prompts, attention_mask=torch.ones_like(prompts), do_sample=True, top_k=0, max_new_tokens=5,
+        num_return_sequences=NUM_SAMPLES, use_cache=True, pad_token_id=tokenizer.eos_token_id,
     )  # fmt: skip
     answers = tokenizer.batch_decode(said[:, prompts.shape[1] :], skip_special_tokens=True)
     pairs = []
