@@ -23,6 +23,12 @@ def test_a_guess_is_answered_by_the_direction_and_found_by_the_number():
     assert played("guess", "07", "03", "11 ", "07") == [Turn(">"), Turn("<"), Turn(reward=1.0, done=True)]
 
 
+def test_a_guess_that_earlier_answers_exclude_costs():
+    answers = played("guess", "07", "03", "03", "11", "13", "02", "06", "10", penalty=0.5)
+    assert [turn.reward for turn in answers] == [0, -0.5, 0, -0.5, -0.5, 0, 0]
+    assert [turn.observation for turn in answers] == [">", ">", "<", "<", ">", ">", "<"]
+
+
 @pytest.mark.parametrize("said", ["", "a", "-1", "1.5", "٣"])
 def test_what_is_no_guess_costs(said):
     assert played("guess", "07", said, penalty=0.5) == [Turn("!", reward=-0.5)]
