@@ -119,6 +119,7 @@ def test_every_knob_of_the_engine_changes_the_command_line():
         "reproducible": False, "dtype": "float32", "tensor_model_parallel_size": 2, "gpu_memory_utilization": 0.1,
         "max_num_seqs": 1, "max_num_batched_tokens": 1, "max_model_len": 1, "max_total_tokens": 1,
         "enable_chunked_prefill": False, "enforce_eager": True, "cudagraph_capture_sizes": [1], "engine_args": {"a": 1},
+        "free_cache_engine": True,
     }  # fmt: skip
     for name in set(RolloutConfig.__dataclass_fields__) - elsewhere:
         assert options(GPU, **{name: changed[name]}) != options(GPU), name
