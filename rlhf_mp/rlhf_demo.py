@@ -66,7 +66,7 @@ def stages(out: Path) -> list[Stage]:
                 f"{MODEL}={out / 'rm_base' / 'huggingface'}",
                 f"data.train_files={out / 'train_pairs.jsonl'}",
                 f"data.val_files={out / 'val_pairs.jsonl'}",
-                f"{ACTOR}.optim.lr=1e-4",  # ten times as much, and it forgets how to add before it learns to judge
+                f"{ACTOR}.optim.lr=1e-4",  # after 300 steps 0.94 of the pairs; at ten times as much 0.62
                 "trainer.total_training_steps=500",
                 "trainer.test_freq=100",
                 "trainer.save_freq=50",

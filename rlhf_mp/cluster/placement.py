@@ -30,10 +30,6 @@ class Fleet:
     number: int
     width: int  # GPUs, or workers, of each
 
-    @property
-    def workers(self) -> int:
-        return self.number * self.width
-
     def nodes(self, num_nodes: int) -> list[int]:
         """The machine of each: spread evenly, and none spans two (checks.py)."""
         return [index * num_nodes // self.number for index in range(self.number)]

@@ -113,9 +113,8 @@ class Watch:
                 self.failed_elsewhere_at = min(self.failed_elsewhere_at, time.monotonic())
             ready = {fd for fd, _ in poll.poll(1000)}
             if self.rank.alive_fd in ready:
-                status = exit_status(
-                    self.rank.pid, self.rank.alive_fd
-                )  # at once: it may be lost when the launcher collects it
+                # at once: it may be lost when the launcher collects it
+                status = exit_status(self.rank.pid, self.rank.alive_fd)
                 self.carry_output()
                 return Ending(status, self.read_farewell(), orphaned=launcher_died)
             for fd in ready.intersection(self.rank.launcher_fds):
