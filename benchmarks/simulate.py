@@ -1,6 +1,7 @@
 """Real model code at full size without the memory: one forward and backward on tensors that have only shapes.
 
-  python -m benchmarks.simulate llama-3.1-8b qwen2.5-32b --out benchmarks/results/simulated_activations.json
+  python -m benchmarks.simulate qwen2.5-3b llama-3.1-8b qwen2.5-32b llama-3.1-70b \\
+      --out benchmarks/results/simulated_activations.json
 
 Storages are counted as they come and go, so this is the peak of the code that trains, at any size, on any machine.
 """
