@@ -111,7 +111,8 @@ def started(config: RunConfig, info: RankInfo, guard: Guard) -> Iterator[tuple["
     on_cpu = config.trainer.device == "cpu" or not torch.cuda.is_available()
     if on_cpu:
         os.environ["DS_ACCELERATOR"] = "cpu"  # otherwise DeepSpeed looks for a GPU and warns that there is none
-    config.actor_rollout_ref.rollout.free_cache_engine = config.engines_sleep(on_gpu=not on_cpu)
+    if config.trainer.task == "rl":  # the others have no engines
+        config.actor_rollout_ref.rollout.free_cache_engine = config.engines_sleep(on_gpu=not on_cpu)
 
     from rlhf_mp.algorithms.base import make_algorithm
     from rlhf_mp.assemble import Job, make_trainer

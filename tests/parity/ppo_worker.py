@@ -17,7 +17,7 @@ from rlhf_mp.cluster.ranks import Ranks, leave_ranks
 from rlhf_mp.cluster.scheduler import shares_of
 from rlhf_mp.config.load import config_from_dict
 from rlhf_mp.config.schema import RunConfig
-from rlhf_mp.data.types import Share, Trajectory
+from rlhf_mp.data.types import Share, Sums, Trajectory
 from rlhf_mp.observe.metrics import MetricLog
 from rlhf_mp.observe.reduce import reduce_over_ranks
 from rlhf_mp.train.build import join_ranks, make_actor, make_critic, make_reference
@@ -78,6 +78,13 @@ class Rollouts:
         return shares_of(self.config, trajectories(step, self.vocab))[self.dp_rank]
 
 
+class NoEngines:
+    """Nobody samples here, so nobody sleeps after it."""
+
+    def sleep(self) -> Sums:
+        return {}
+
+
 def make_trainer(config: RunConfig, vocab: int) -> Trainer:
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     actor, ranks = make_actor(config, CPU, 1), Ranks(rank, num_ranks)
@@ -88,7 +95,7 @@ def make_trainer(config: RunConfig, vocab: int) -> Trainer:
         reference=make_reference(config, CPU, actor),
         algorithm=make_algorithm(config),
         rollouts=Rollouts(config, actor.layout.dp_rank, vocab),
-        swap=None,
+        swap=NoEngines(),
         checkpoints=None,
         log=MetricLog([], reduce_over_ranks),
         watch=lambda phase: nullcontext(),
