@@ -42,6 +42,7 @@ from rlhf_mp.planner.term import Role
 from rlhf_mp.train.base import Scorer, TrainEngine
 from rlhf_mp.train.build import make_actor, make_critic, make_reference, make_reward_scorer, trained_head
 from rlhf_mp.train.cuda_allocator import EmptiedCache
+from rlhf_mp.train.parking import Parking
 from rlhf_mp.trainer.best import Best
 from rlhf_mp.trainer.checkpoints import RunCheckpoints
 from rlhf_mp.trainer.loop import Schedule
@@ -88,10 +89,10 @@ def make_trainer(job: Job) -> Trainer:
     def sum_over_ranks(x: torch.Tensor) -> torch.Tensor:
         return job.ranks.sum(x, counts=actor.layout.is_output_rank)
 
-    own, reward_model = job.config.reward_model, None
+    own, scorer, reward_model = job.config.reward_model, None, None
     if own.enable:
-        scorer = SampledScores() if own.served else make_reward_scorer(job.config, job.device)
-        reward_model = RewardModel(scorer, own, sum_over_ranks)
+        scorer = None if own.served else make_reward_scorer(job.config, job.device)
+        reward_model = RewardModel(scorer or SampledScores(), own, sum_over_ranks)
     trainer = Trainer(
         schedule=Schedule(num_steps, knobs.test_freq, knobs.save_freq, knobs.val_before_train, knobs.critic_warmup),
         actor=actor,
@@ -99,7 +100,7 @@ def make_trainer(job: Job) -> Trainer:
         reference=reference,
         algorithm=algorithm,
         rollouts=job.services.client.with_share(actor.layout.dp_rank),
-        swap=make_swap(job),
+        swap=make_swap(job, make_parking(job, [*models.values(), scorer])),
         checkpoints=make_checkpoints(job, trained),
         log=MetricLog([], reduce_over_ranks),
         watch=lambda phase: watched(job, phase, around),
@@ -122,6 +123,13 @@ def make_trainer(job: Job) -> Trainer:
         print(*facts.notes, sep="\n", end="\n" if facts.notes else "")
         trainer.log.sinks = make_sinks(job, num_steps, trainer.step)
     return trainer
+
+
+def make_parking(job: Job, models: Sequence[Scorer | None]) -> Parking | None:
+    """Of everything on this rank, if the run asks for it."""
+    if not job.config.trainer.offload_during_rollout:
+        return None
+    return Parking([m for m in models if m is not None], job.device, lambda: job.ranks.broadcast(None))
 
 
 def make_trained(config: RunConfig, device: torch.device, num_steps: int) -> dict[str, TrainEngine]:
@@ -189,7 +197,7 @@ def make_memory_watch(job: Job) -> MemoryWatch:
     )
 
 
-def make_swap(job: Job) -> VerifiedSwap:
+def make_swap(job: Job, parking: Parking | None = None) -> VerifiedSwap:
     """Waits for the engines."""
     policy, data = job.config.actor_rollout_ref, job.config.data
     own, addresses = policy.weight_sync, job.services.addresses()
@@ -217,7 +225,7 @@ def make_swap(job: Job) -> VerifiedSwap:
     )
     free_bytes = None if job.device.type == "cpu" else lambda: torch.cuda.mem_get_info(job.device)[0]
     sleeps = policy.rollout.free_cache_engine
-    return VerifiedSwap(sync, canary, job.ranks.broadcast, sleeps=sleeps, free_bytes=free_bytes)
+    return VerifiedSwap(sync, canary, job.ranks.broadcast, sleeps=sleeps, free_bytes=free_bytes, parking=parking)
 
 
 def make_transport(job: Job) -> Transport:

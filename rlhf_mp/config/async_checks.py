@@ -7,6 +7,7 @@ from rlhf_mp.config.schema import RunConfig
 from rlhf_mp.errors import Problem
 
 ROLLOUT, PLACEMENT = "actor_rollout_ref.rollout", "trainer.placement"
+OFFLOAD = "trainer.offload_during_rollout"
 CORRECTION = "algorithm.rollout_correction.method"
 
 
@@ -27,7 +28,13 @@ def async_problems(config: RunConfig) -> Iterator[Problem]:
 def _placement_problems(config: RunConfig) -> Iterator[Problem]:
     trainer = config.trainer
     if trainer.placement == "colocated":
+        if trainer.offload_during_rollout and config.actor_rollout_ref.rollout.free_cache_engine is False:
+            reason = "engines that never sleep leave that memory to nobody else: it is needed again for training"
+            yield Problem(OFFLOAD, True, reason, f"{OFFLOAD}=false, or {ROLLOUT}.free_cache_engine=true")
         return
+    if trainer.offload_during_rollout:
+        reason = f"with {PLACEMENT}=disjoint no engine needs the memory of a rank's GPU"
+        yield Problem(OFFLOAD, True, reason, f"{OFFLOAD}=false")
     if config.actor_rollout_ref.rollout.free_cache_engine:
         key = f"{ROLLOUT}.free_cache_engine"
         yield Problem(key, True, f"with {PLACEMENT}=disjoint nobody else needs the memory of an engine", f"{key}=false")

@@ -189,6 +189,11 @@ class TrainerConfig:
         "colocated: ranks and engines take turns on the same GPUs (CPU cores); disjoint: engines have their own, "
         "num_engines x tensor_model_parallel_size of them beside those of the ranks",
     )
+    offload_during_rollout: bool = knob(
+        False,
+        "while engines sample, ranks keep only the actor's weights on their GPUs: all else waits on the host, where it "
+        "takes as much memory, and is copied out and back once a step",
+    )
     seed: int = knob(1, "of everything but data order", ge=0)
     total_epochs: int = knob(1, "passes over the prompts", ge=1)
     total_training_steps: int | None = knob(None, "stop after so many steps; unset: total_epochs", ge=1)
@@ -291,7 +296,8 @@ class RunConfig:
     def engines_sleep(self, on_gpu: bool) -> bool:
         """Whether engines give their memory back while the trainer works."""
         asked = self.actor_rollout_ref.rollout.free_cache_engine
-        return on_gpu and self.trainer.placement == "colocated" if asked is None else asked
+        takes_turns = on_gpu or self.trainer.offload_during_rollout
+        return takes_turns and self.trainer.placement == "colocated" if asked is None else asked
 
     @property
     def data_parallel_size(self) -> int:

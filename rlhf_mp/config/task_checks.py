@@ -21,6 +21,7 @@ ACTS_IN = {
     "critic": RL,
     "trainer.critic_warmup": RL,
     "trainer.placement": RL,
+    "trainer.offload_during_rollout": RL,
     "reward": RL,
     "reward_model": RL,
     "dpo": {"dpo"},

@@ -26,6 +26,8 @@ from rlhf_mp.train.base import Scorer, TrainEngine
 Held = dict[tuple[Role, Component, bool], int]
 """Bytes by model, component and whether they are in host memory."""
 COUNTED_RUNS = 2
+COPIES = (Component.checkpoint, Component.parked)
+"""Of no model, on the host: not counted in a phase."""
 STATES = (Component.weights, Component.gradients, Component.master, Component.optimizer)
 
 
@@ -141,8 +143,7 @@ def planned_bytes(plan: Plan) -> dict[str, float]:
             size = sum(t.bytes for t in terms if (t.role, t.component, t.on_host) == key)
             found[state_name(*key)] = max(size, found.get(state_name(*key), 0.0))
     for phase, terms in moments:
-        # a checkpoint's copy is made between phases
-        size = sum(t.bytes for t in terms if t.on_host == on_host and t.component is not Component.checkpoint)
+        size = sum(t.bytes for t in terms if t.on_host == on_host and t.component not in COPIES)
         found[f"{phase.value}_peak"] = max(size, found.get(f"{phase.value}_peak", 0.0))
     found["rss_peak"] = RANK_PROCESS + max(sum(t.bytes for t in terms if t.on_host) for _, terms in moments)
     return found

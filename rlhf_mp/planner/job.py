@@ -191,6 +191,7 @@ class Job:
     host_memory: float | None = None  # bytes of one machine; None: not judged
     ranks_per_node: int = 8
     saves_in_background: bool = False  # from a copy in host memory
+    parks: bool = False  # while engines sample, ranks hold the actor's weights alone; the rest is on the host
     rank_share: float | None = None  # of a GPU, for a rank's own tensors; None: all of it
     network_rate: float = NETWORK_RATE  # bytes a second and GPU between machines
     workload: "Workload | None" = None

@@ -104,6 +104,12 @@ RULES = (
     ),
     _Rule(f"{ACTOR}.fsdp_config.param_offload", EVERYWHERE, "fetches every layer from the host", _on(_zero(3))),
     _Rule(
+        "trainer.offload_during_rollout",
+        frozenset({Phase.rollout, Phase.sync}),
+        "copies optimizer state to the host and back once a step",
+        _on(lambda config: config.engines_sleep(on_gpu=True)),
+    ),
+    _Rule(
         f"{ROLLOUT}.gpu_memory_utilization",
         EVERYWHERE,
         "fewer responses sampled at once",

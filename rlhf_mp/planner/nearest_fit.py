@@ -58,6 +58,9 @@ def _cheaper(job: planned.Job) -> Iterator[tuple[str, planned.Job]]:
             if fraction < job.engine.memory_fraction:
                 job = replace(job, engine=replace(job.engine, memory_fraction=fraction))
                 yield f"actor_rollout_ref.rollout.gpu_memory_utilization={fraction}", job
+    if job.engine and job.engine.sleeps and job.gpu and not job.parks:
+        job = replace(job, parks=True)
+        yield "trainer.offload_during_rollout=true", job
     yield from _offloaded(job, models)
 
 

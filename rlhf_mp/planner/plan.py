@@ -10,7 +10,7 @@ from rlhf_mp.planner.hardware import CONTEXT, FRAGMENTATION, USABLE
 from rlhf_mp.planner.inference import cache_pool, cache_tokens, engine_terms
 from rlhf_mp.planner.job import Engine, Job, MegatronLayout, TorchLayout, ZeroLayout
 from rlhf_mp.planner.model_shape import ModelShape
-from rlhf_mp.planner.term import Component, Role, Term, total
+from rlhf_mp.planner.term import SCRATCH, SENT, Component, Role, Term, total
 
 GATHER_ELEMENTS = 50_000_000
 """Gathered at once to be sent to the engines (train/deepspeed_engine.py)."""
@@ -121,8 +121,10 @@ class _Step:
 
     def __init__(self, job: Job):
         self.job = job
-        self.resident = self._trainer_states()
+        held = self._trainer_states()
+        self.resident = held + (_parked(held) if job.parks else [])
         self.between = [t for t in self.resident if not _given_back(job, t)]  # outside of training
+        self.while_sampling = [t for t in self.between if not job.parks or _stays(t)]
         engine = job.engine
         self.engine = engine_terms(job.model, engine, free_at_start(job)) if engine else []
         shares = engine is not None and not (engine.on_own_gpus and job.gpu)  # on CPU the memory is one
@@ -138,7 +140,7 @@ class _Step:
         job = self.job
         found = []
         if job.engine:
-            beside = self.between + self.always if self.shares else []
+            beside = self.while_sampling + self.always if self.shares else []
             found.append(Moment(Phase.rollout, "sampling", beside + self.engine))
         if self.apart:
             found.append(Moment(Phase.rollout, "a reward server scores", self.apart))
@@ -233,7 +235,9 @@ class _Step:
         if job.adapter is not None:
             moving.append(Term(Role.actor, Component.gathered, states.merged(shape)))
         return Moment(
-            Phase.sync, "weight swap", self.between + (self.during_sync + self.always if self.shares else []) + moving
+            Phase.sync,
+            "weight swap",
+            self.while_sampling + (self.during_sync + self.always if self.shares else []) + moving,
         )
 
 
@@ -246,6 +250,17 @@ def _checkpoint_copies(job: Job) -> list[Term]:
         states.checkpoint_copy(role, _trained(role, shape, own, trained_params(shape, own, size)), own.layout)
         for role, shape, own, size in models
     ]
+
+
+def _stays(term: Term) -> bool:
+    """Where ranks hand the rest over (train/parking.py): what a swap sends."""
+    return term.on_host or (term.role is Role.actor and term.component in SENT)
+
+
+def _parked(held: list[Term]) -> list[Term]:
+    """Room on the host for what goes there, kept all the time; gradients are not worth a copy."""
+    moved = [term for term in held if not _stays(term) and term.component not in SCRATCH]
+    return [Term(term.role, Component.parked, term.amount, on_host=True) for term in moved]
 
 
 def _given_back(job: Job, term: Term) -> bool:

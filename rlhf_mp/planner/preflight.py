@@ -101,6 +101,7 @@ def job_of(config: RunConfig, machine: Machine) -> planned.Job:
         host_memory=machine.host_memory,
         ranks_per_node=trainer.n_gpus_per_node,
         saves_in_background=trainer.async_save,
+        parks=trainer.offload_during_rollout,
         rank_share=trainer.per_process_memory_fraction,
         workload=planned.Workload(
             prompts=data.train_batch_size,

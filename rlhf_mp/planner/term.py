@@ -16,6 +16,7 @@ class Component(Enum):
     gathered = "gathered weights"  # whole while they are used; sharded or in host memory otherwise
     buckets = "gradients in flight"
     checkpoint = "checkpoint being written"
+    parked = "parked while engines sample"
     kv_cache = "KV cache"
     sync_bucket = "sync bucket"
     cuda_graphs = "graphs and workspace"
@@ -31,6 +32,12 @@ class Role(Enum):
     engine = "engine"
     reward_server = "reward server"
     process = "process"
+
+
+SENT = (Component.weights, Component.gathered)
+"""What a weight swap reads of the actor: it stays while engines sample."""
+SCRATCH = (Component.gradients, Component.buckets)
+"""Written anew by each update: not worth a copy."""
 
 
 @dataclass(frozen=True)

@@ -43,9 +43,11 @@ class Rollouts(Protocol):
 
 
 class Swap(Protocol):
-    """Trainer weights into the engines, verified."""
+    """Trainer weights into the engines, verified; and whose turn it is to have the memory they share."""
 
     def push(self, actor: TrainEngine, version: int, *, must_differ: bool) -> Sums: ...
+    def sleep(self) -> Sums: ...
+    def reclaim(self) -> None: ...
 
 
 @dataclass(kw_only=True)
@@ -74,6 +76,7 @@ class Trainer(Loop):
         Raises:
             CheckpointError: it could not be written.
         """
+        self.swap.reclaim()
         self.checkpoints.write(self, Path(path))
 
     def load_checkpoint(self, path: str | Path) -> None:
@@ -82,6 +85,7 @@ class Trainer(Loop):
         Raises:
             CheckpointError: it is damaged, or of another model, backend or number of ranks.
         """
+        self.swap.reclaim()
         self.checkpoints.read(self, Path(path))
 
     def state_dict(self) -> dict[str, Any]:
@@ -124,6 +128,10 @@ class Trainer(Loop):
         share = self.sampled(self.phase, ask_then_rest)
         self.count(share.metrics)
         return share
+
+    def save(self, *, wait: bool) -> None:
+        self.swap.reclaim()
+        super().save(wait=wait)
 
     def sampled(self, during: Callable[[Phase], AbstractContextManager], ask: Callable[[], T | None]) -> T:
         """What the scheduler answers; waits. Engines that came back without weights, and are needed, get them first.

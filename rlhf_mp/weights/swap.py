@@ -1,6 +1,7 @@
 """A swap as the trainer sees it: push, then prove with a canary that the engines compute what the trainer does.
 
-Between sampling and the next swap the engines may sleep: they share GPUs with the trainer, and it needs the memory.
+With it the turn changes where trainer and engines share GPUs: between sampling and the next swap the engines may sleep,
+and from there on the trainer may keep no more than it sends.
 """
 
 import time
@@ -12,6 +13,7 @@ from rlhf_mp.data.collate import collate
 from rlhf_mp.data.types import Sums
 from rlhf_mp.errors import SyncError
 from rlhf_mp.train.base import TrainEngine
+from rlhf_mp.train.parking import Parking
 from rlhf_mp.weights.base import WeightSync
 from rlhf_mp.weights.canary import Canary
 
@@ -29,30 +31,37 @@ class VerifiedSwap:
         *,
         sleeps: bool = False,
         free_bytes: Callable[[], int] | None = None,
+        parking: Parking | None = None,
     ):
         """
         Args:
             broadcast: collective; rank 0's value, on every rank.
             sleeps: engines give their memory back between sampling and the next swap.
             free_bytes: of this rank's GPU, which an engine has too; None on a CPU.
+            parking: takes out what this rank does not need while engines sample; None: it keeps everything.
         """
         self.sync, self.canary, self.broadcast = sync, canary, broadcast
-        self.sleeps, self.free_bytes = sleeps, free_bytes
+        self.sleeps, self.free_bytes, self.parking = sleeps, free_bytes, parking or Parking()
 
     def sleep(self) -> Sums:
-        """Once a step's responses are there. When it returns, the engines' memory is free on every GPU.
+        """Once a step's responses are there: the trainer's turn. The engines' memory is free on every GPU by then.
 
         Raises:
             SyncError: they say so, and it is not.
         """
         if not self.sleeps:
-            return {}
+            return self.parking.back()
         start, metrics = time.perf_counter(), {}
         if self.sync.is_sender:
             freed = self._freed()
             metrics = {"sleep/s": (time.perf_counter() - start, 1), "sleep/freed_bytes": (freed, 1)}
         self.broadcast(None)  # no rank goes on before
-        return metrics
+        return metrics | self.parking.back()
+
+    def reclaim(self) -> None:
+        """For what needs the whole trainer out of turn, as a checkpoint does. The next question wakes the engines."""
+        if self.parking.is_out:
+            self.sleep()
 
     def _freed(self) -> int:
         before = self.free_bytes() if self.free_bytes else 0
@@ -72,9 +81,9 @@ class VerifiedSwap:
         Raises:
             SyncError: they do not arrive whole, or engine and trainer disagree afterwards.
         """
-        sampled = None
+        sampled, parked = None, self.parking.out()
         while sampled is None:  # again where a lost engine has spoilt it for the others
-            metrics = self.sync.push(actor.weights(), version, must_differ=must_differ)
+            metrics = parked | self.sync.push(actor.weights(), version, must_differ=must_differ)
             start = time.perf_counter()
             fleet = self.sync.fleet
             sampled = self.broadcast(fleet.each(self.canary.sample) if self.sync.whole else None)

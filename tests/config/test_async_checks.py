@@ -36,6 +36,15 @@ def test_older_samples_are_weighed_unless_a_loss_of_ones_own_does_it():
     assert own.algorithm.rollout_correction.method == "none"
 
 
+def test_ranks_hand_memory_over_to_engines_that_hand_it_back():
+    key, free = "trainer.offload_during_rollout", f"{ROLLOUT}.free_cache_engine"
+    asked = f"{key}=true"
+    assert load(asked).engines_sleep(on_gpu=False) and not load().engines_sleep(on_gpu=False)
+    assert "leave that memory to nobody" in refused(asked, f"{free}=false")[key]
+    assert "no engine needs the memory" in refused(asked, DISJOINT)[key]
+    assert "trainer.task=sft" in refused(asked, "trainer.task=sft")[key]
+
+
 def test_a_cut_distribution_cannot_be_weighed_and_the_fix_is_one_that_works():
     assert f"{ROLLOUT}.max_staleness=0" in refused(*AHEAD, f"{ROLLOUT}.top_p=0.9")[CORRECTION]
 

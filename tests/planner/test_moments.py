@@ -127,6 +127,26 @@ def test_a_sleeping_engine_frees_its_memory_outside_of_rollout_and_its_cache_in_
     assert awake.peak_of(Phase.sync).gpu_bytes - asleep.peak_of(Phase.sync).gpu_bytes == pytest.approx(cache)
 
 
+def test_ranks_that_park_hold_the_actors_weights_alone_while_engines_sample_and_a_copy_on_the_host():
+    """PPO: 2 bytes a parameter of 18 of the actor stay; of gradients nothing is copied; the others go whole."""
+    kept = replace(JOBS["ppo"], engine=replace(JOBS["ppo"].engine, sleeps=True))
+    plain, parked = make_plan(kept), make_plan(replace(kept, parks=True))
+    for phase in (Phase.rollout, Phase.sync):
+        before, after = (plan.peak_of(phase) for plan in (plain, parked))
+        gone = [t for t in before.terms if not t.on_host and t not in after.terms]
+        assert {(t.role, t.component) for t in gone} >= {
+            (Role.actor, Component.optimizer), (Role.actor, Component.master), (Role.actor, Component.gradients),
+            (Role.critic, Component.weights), (Role.reference, Component.weights),
+        }  # fmt: skip
+        left = {(t.role, t.component) for t in after.terms if t.role is not Role.engine and not t.on_host}
+        assert (Role.actor, Component.weights) in left and (Role.actor, Component.optimizer) not in left
+        scratch = sum(t.bytes for t in gone if t.component in (Component.gradients, Component.buckets))
+        copied = sum(t.bytes for t in gone) - scratch
+        assert after.host_bytes - before.host_bytes == pytest.approx(copied)
+    train = plain.peak_of(Phase.train), parked.peak_of(Phase.train)
+    assert train[0].gpu_bytes == train[1].gpu_bytes and train[0].host_bytes < train[1].host_bytes  # room is kept
+
+
 def test_a_served_reward_model_is_on_no_rank_and_awake_in_every_phase():
     scalar = LLAMA.num_params - 128_256 * 4_096 + 4_096
     for moment in make_plan(JOBS["served"]).moments:

@@ -102,6 +102,9 @@ class Swap:
     def sleep(self):
         return {"sleep/s": (0.5, 1)}
 
+    def reclaim(self):
+        pass
+
 
 class Checkpoints:
     """Resumes at ``step`` if it is not 0."""

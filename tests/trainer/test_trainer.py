@@ -52,6 +52,19 @@ def test_a_resumed_run_repeats_no_step_and_no_first_validation():
     ]  # fmt: skip
 
 
+def test_whatever_saves_or_loads_first_makes_the_trainer_whole(tmp_path):
+    events = []
+    made = trainer(2, events, save_freq=1)
+    made.swap.reclaim = lambda: events.append("reclaim")
+    made.train()
+    made.save_checkpoint(tmp_path / "here")
+    made.load_checkpoint(tmp_path / "3")
+    files = [event for event in events if event == "reclaim" or event[0] in ("save", "write", "read")]
+    assert files == [
+        "reclaim", ("save", 1), "reclaim", ("save", 2), "reclaim", ("write", 2, "here"), "reclaim", ("read", "3"),
+    ]  # fmt: skip
+
+
 def test_checkpoints_at_places_of_ones_own(tmp_path):
     events = []
     made = trainer(4, events)

@@ -2,126 +2,12 @@
 
 import pytest
 import torch
+from swap_parts import Actor, dies_in, engines_of, pooled, sync, verified, weights
 
 from rlhf_mp.data.types import Trajectory
 from rlhf_mp.errors import EngineError, EngineLost, SyncError
-from rlhf_mp.rollout.base import Completion
-from rlhf_mp.rollout.sglang_client import BESIDE_WEIGHTS, WEIGHTS, EngineControl
-from rlhf_mp.weights.base import WeightSync
-from rlhf_mp.weights.buckets import Packer
 from rlhf_mp.weights.canary import Canary
-from rlhf_mp.weights.fleet import FixedRoster
 from rlhf_mp.weights.swap import VerifiedSwap
-
-CPU = torch.device("cpu")
-
-
-class FakeEngine(EngineControl):
-    """Writes down what it is asked, together with every other engine and the transport."""
-
-    def __init__(self, name: str, events: list):
-        self.name, self.events, self.version = name, events, -1
-        self._given_back = set()
-
-    def pause(self):
-        self.events.append((self.name, "pause"))
-
-    def resume(self):
-        self.events.append((self.name, "resume"))
-
-    def sleep(self):
-        self.events.append((self.name, "sleep"))
-        self._given_back = {*WEIGHTS, *BESIDE_WEIGHTS}
-
-    def wake(self, parts):
-        if self._given_back.intersection(parts):
-            self.events.append((self.name, "wake", *parts))
-            self._given_back.difference_update(parts)
-
-    def begin(self, payloads):
-        self.events.append((self.name, "begin", len(payloads)))
-
-    def commit(self, manifest_payloads, version):
-        self.events.append((self.name, "commit", len(manifest_payloads), version))
-        self.version = version
-        return 0.25
-
-    def sample(self, prompt_ids, num_tokens, temperature):
-        self.events.append((self.name, "sample"))
-        return Completion([5, 6], [-1.0, -2.0], "length", self.version)
-
-
-class FakeTransport:
-    shared_buffers = False
-
-    def __init__(self, events: list, all_or_none: bool = False):
-        self.events, self.connected, self.all_or_none = events, None, all_or_none
-
-    def connect(self, fleet):
-        self.connected = [engine.name for engine in fleet.live]
-
-    def start(self, bucket):
-        names, content = [slot.name for slot in bucket.slots], bucket.data.clone()
-        self.events.append(("start", names))
-
-        def wait():
-            assert torch.equal(bucket.data, content)  # nobody writes to what is still being read
-            self.events.append(("sent", names))
-
-        return wait
-
-    def finish(self):
-        self.events.append(("finish",))
-
-
-def sync(events: list, *, engines: int = 1, dtype=torch.float32, is_sender: bool = True) -> WeightSync:
-    controls = [FakeEngine(f"engine {i}", events) for i in range(engines)]
-    roster = FixedRoster(controls) if is_sender else None
-    packer = Packer(80, CPU, shared=False)
-    return WeightSync(FakeTransport(events), roster, packer, dtype=dtype, is_sender=is_sender, workers_per_engine=2)
-
-
-class Pool:
-    """A roster that lets the swap go on without engines that are lost; one may come back for the next."""
-
-    def __init__(self, engines: list[FakeEngine]):
-        self.engines, self.size = engines, len(engines)
-        self.reasons, self.settled = {}, []
-
-    def targets(self):
-        return [engine for engine in self.engines if engine.name not in self.reasons]
-
-    def lost(self, engine, error):
-        self.reasons[engine.name] = error.reason
-
-    def settle(self, version, engines):
-        self.settled.append((version, [engine.name for engine in engines]))
-
-    def rest(self):
-        self.settled.append("nothing")
-
-
-def pooled(events: list, *, engines: int = 3, all_or_none: bool = False) -> tuple[WeightSync, Pool]:
-    pool = Pool([FakeEngine(f"engine {i}", events) for i in range(engines)])
-    transport = FakeTransport(events, all_or_none)
-    packer = Packer(80, CPU, shared=False)
-    return WeightSync(transport, pool, packer, dtype=torch.float32, is_sender=True, workers_per_engine=2), pool
-
-
-def dies_in(engine: FakeEngine, name: str) -> None:
-    def die(*args):
-        raise EngineLost(engine.name, f"{name} failed: ConnectionError")
-
-    setattr(engine, name, die)
-
-
-def engines_of(made: WeightSync) -> list[EngineControl]:
-    made.fleet.muster()
-    return made.fleet.live
-
-
-def weights(version: int, same=()) -> list[tuple[str, torch.Tensor]]:
-    return [(f"w{i}", torch.full((5,), 1.0 if i in same else float(version))) for i in range(4)]
 
 
 def test_engines_pause_before_the_first_byte_and_resume_after_the_proof():
@@ -138,51 +24,6 @@ def test_engines_pause_before_the_first_byte_and_resume_after_the_proof():
         ("engine 0", "commit", 2, 3),
         ("engine 0", "resume"),
     ]
-
-
-def test_engines_that_sleep_have_memory_for_weights_first_and_for_the_cache_after_the_proof():
-    events = []
-    made, pool = pooled(events)
-    made.sleep()
-    assert pool.settled == ["nothing"]  # before any of them is paused, nobody samples any more
-    own = [event[1:] for event in events if event[0] == "engine 0"]
-    assert own == [("pause",), ("sleep",)]
-    for version in (3, 4):  # the second time they are awake
-        made.push(weights(version), version, must_differ=False)
-    own = [event[1] if event[1] != "wake" else event[1:] for event in events if event[0] == "engine 0"][2:]
-    assert own == [
-        "pause", ("wake", "weights"), "begin", "commit", ("wake", "kv_cache", "cuda_graph"), "resume",
-        "pause", "begin", "commit", "resume",
-    ]  # fmt: skip
-
-
-def test_a_trainer_whose_engines_do_not_sleep_asks_nobody():
-    events = []
-    made = verified(events)
-    assert made.sleep() == {} and events == []
-    made.sleeps = True
-    assert made.sleep()["sleep/freed_bytes"] == (0, 1)  # of a CPU
-    assert [event[1] for event in events] == ["pause", "sleep"]
-
-
-def test_memory_that_sleeping_engines_give_back_is_waited_for(monkeypatch):
-    made = verified([])
-    made.sleeps, free = True, iter([100, 100, 350, 350])  # before, not yet, then
-    made.free_bytes = lambda: next(free)
-    assert made.sleep()["sleep/freed_bytes"] == (250, 1)
-    monkeypatch.setattr("rlhf_mp.weights.swap.RELEASE_S", 0.1)
-    made.free_bytes = lambda: 100
-    with pytest.raises(SyncError, match=r"no more free memory.*free_cache_engine=false"):
-        made.sleep()
-
-
-def test_an_engine_that_is_lost_while_it_should_fall_asleep_is_left_out():
-    made, pool = pooled([])
-    dies_in(pool.engines[1], "sleep")
-    made.sleep()
-    made.push(weights(3), 3, must_differ=False)
-    assert pool.reasons == {"engine 1": "sleep failed: ConnectionError"}
-    assert [engine.name for engine in made.fleet.live] == ["engine 0", "engine 2"]
 
 
 def test_every_engine_goes_through_the_same_steps():
@@ -251,24 +92,6 @@ def test_metrics_by_hand():
     assert metrics["sync/bytes"] == (80, 1)  # 4 tensors of 5 float32
     assert metrics["sync/changed_tensors_fraction"] == (0.75, 1)
     assert metrics["sync/verify_s"][0] >= 0.25  # the engines' own part included
-
-
-class Actor:
-    """A trainer whose log-probs of any sample are given."""
-
-    def __init__(self, logprobs: list[float]):
-        self.logprobs = logprobs
-
-    def weights(self):
-        return iter(weights(1))
-
-    def score(self, micro_batches):
-        (batch,) = micro_batches
-        return [torch.tensor([[0.0, *self.logprobs]] * len(batch.tokens))]
-
-
-def verified(events: list, **given) -> VerifiedSwap:
-    return VerifiedSwap(sync(events, **given), Canary([4], 2, 1.0, tolerance=0.01), broadcast=lambda value: value)
 
 
 def test_a_swap_is_over_when_every_engines_canary_agrees():
