@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, UntypedStorage
+from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 
 from rlhf_mp.data.types import Sums
 from rlhf_mp.planner.term import SCRATCH, SENT, Component
@@ -33,10 +34,11 @@ class HostArena:
         if size <= self.bytes.numel():
             return
         if self.pinned and self.bytes.numel():
-            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr())))
+            unpin_memory(self.bytes.data_ptr())
+        self.bytes = torch.empty(0, dtype=torch.uint8)  # two of them at once might not fit
         self.bytes = torch.empty(size, dtype=torch.uint8)
         if self.pinned:
-            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), size, 0)))
+            pin_memory(self.bytes.data_ptr(), size)
 
 
 @dataclass

@@ -98,3 +98,15 @@ def test_moments_that_come_later_and_a_second_time_out(actor):
 def test_without_models_nothing_happens():
     parking = Parking()
     assert parking.out() == parking.back() == {} and not parking.is_out
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_what_leaves_a_gpu_is_free_for_other_processes():
+    gpu = torch.device("cuda")
+    actor = Model(weights=torch.ones(4, device=gpu), optimizer=torch.arange(64_000_000.0, device=gpu))
+    parking, (before, _) = Parking([actor], gpu), torch.cuda.mem_get_info()
+    metrics = parking.out()
+    assert torch.cuda.mem_get_info()[0] - before >= 255_000_000
+    assert metrics["park/out_gb_per_s"][0] > 5  # pinned: a pageable copy is slower
+    parking.back()
+    assert torch.equal(actor.held[Component.optimizer], torch.arange(64_000_000.0, device=gpu))
