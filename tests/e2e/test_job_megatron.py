@@ -1,4 +1,4 @@
-"""The same run on Megatron, tensor-parallel and then, from its checkpoint, pipeline-parallel: the numbers agree."""
+"""The same run on Megatron, after each checkpoint in another layout, by another transport: the numbers agree."""
 
 from importlib.util import find_spec
 
@@ -20,11 +20,19 @@ MEGATRON = [
 ]
 TP2 = [*MEGATRON, f"{ACTOR}.megatron.tensor_model_parallel_size=2"]
 PP2 = [*MEGATRON, f"{ACTOR}.megatron.pipeline_model_parallel_size=2"]
+TRANSPORT = "actor_rollout_ref.weight_sync.transport"
+ENGINE_OF_TWO = "actor_rollout_ref.rollout.tensor_model_parallel_size=2"
+PARTS = {
+    2: [*TP2, f"{TRANSPORT}=tensor"],
+    4: [*PP2, f"{TRANSPORT}=disk", ENGINE_OF_TWO],
+    6: [*TP2, f"{TRANSPORT}=distributed", ENGINE_OF_TWO],
+}
+"""By the step that each ends with."""
 
 
 @pytest.fixture(scope="module")
 def jobs(start, tmp_path_factory) -> tuple[Job, Job]:
-    """In one process, and on two Megatron ranks: half of the steps each way of sharing a model."""
+    """In one process, and on two Megatron ranks: a third of the steps each way."""
     folder = tmp_path_factory.mktemp("megatron")
 
     def finished(name: str, num_steps: int, *words: str, num_ranks: int) -> Job:
@@ -33,14 +41,15 @@ def jobs(start, tmp_path_factory) -> tuple[Job, Job]:
         job.assert_nothing_left()
         return job
 
-    finished("megatron", NUM_STEPS // 2, *TP2, num_ranks=2)
-    megatron = finished("megatron", NUM_STEPS, *PP2, num_ranks=2)
+    for num_steps, words in PARTS.items():
+        megatron = finished("megatron", num_steps, *words, num_ranks=2)
     return finished("torch", NUM_STEPS, num_ranks=1), megatron
 
 
-def test_the_second_layout_continues_from_the_first_ones_checkpoint(jobs):
+def test_each_layout_continues_from_the_checkpoint_of_the_one_before(jobs):
     _, megatron = jobs
-    assert f"resumed from {megatron.run_dir}/checkpoints/global_step_000003 at step 3" in megatron.output()
+    for step in (2, 4):
+        assert f"resumed from {megatron.run_dir}/checkpoints/global_step_{step:06d} at step {step}" in megatron.output()
 
 
 def test_every_step_samples_and_trains_alike(jobs):
