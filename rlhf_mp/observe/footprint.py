@@ -20,14 +20,12 @@ from rlhf_mp.observe.plan_check import EXPECTED, MEASURED, PLANNED
 from rlhf_mp.phase import Phase
 from rlhf_mp.planner.job import MegatronLayout
 from rlhf_mp.planner.plan import RANK_PROCESS, Plan, make_plan
-from rlhf_mp.planner.term import Component, Role, Term
+from rlhf_mp.planner.term import COPIES, Component, Role, Term
 from rlhf_mp.train.base import Scorer, TrainEngine
 
 Held = dict[tuple[Role, Component, bool], int]
 """Bytes by model, component and whether they are in host memory."""
 COUNTED_RUNS = 2
-COPIES = (Component.checkpoint, Component.parked)
-"""Of no model, on the host: not counted in a phase."""
 STATES = (Component.weights, Component.gradients, Component.master, Component.optimizer)
 
 
@@ -142,7 +140,10 @@ def planned_bytes(plan: Plan) -> dict[str, float]:
         for key in dict.fromkeys((t.role, t.component, t.on_host) for t in terms if t.component in STATES):
             size = sum(t.bytes for t in terms if (t.role, t.component, t.on_host) == key)
             found[state_name(*key)] = max(size, found.get(state_name(*key), 0.0))
+    turns = {Phase.rollout, Phase.sync} if plan.job.parks else set()  # they begin or end with everything still there
     for phase, terms in moments:
+        if phase in turns:
+            continue
         size = sum(t.bytes for t in terms if t.on_host == on_host and t.component not in COPIES)
         found[f"{phase.value}_peak"] = max(size, found.get(f"{phase.value}_peak", 0.0))
     found["rss_peak"] = RANK_PROCESS + max(sum(t.bytes for t in terms if t.on_host) for _, terms in moments)

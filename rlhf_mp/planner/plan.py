@@ -10,7 +10,7 @@ from rlhf_mp.planner.hardware import CONTEXT, FRAGMENTATION, USABLE
 from rlhf_mp.planner.inference import cache_pool, cache_tokens, engine_terms
 from rlhf_mp.planner.job import Engine, Job, MegatronLayout, TorchLayout, ZeroLayout
 from rlhf_mp.planner.model_shape import ModelShape
-from rlhf_mp.planner.term import SCRATCH, SENT, Component, Role, Term, total
+from rlhf_mp.planner.term import COPIES, SCRATCH, SENT, Component, Role, Term, total
 
 GATHER_ELEMENTS = 50_000_000
 """Gathered at once to be sent to the engines (train/deepspeed_engine.py)."""
@@ -122,9 +122,9 @@ class _Step:
     def __init__(self, job: Job):
         self.job = job
         held = self._trainer_states()
-        self.resident = held + (_parked(held) if job.parks else [])
+        self.resident = held + (_parked(job, held) if job.parks else [])
         self.between = [t for t in self.resident if not _given_back(job, t)]  # outside of training
-        self.while_sampling = [t for t in self.between if not job.parks or _stays(t)]
+        self.while_sampling = [t for t in self.between if not job.parks or _stays(job, t)]
         engine = job.engine
         self.engine = engine_terms(job.model, engine, free_at_start(job)) if engine else []
         shares = engine is not None and not (engine.on_own_gpus and job.gpu)  # on CPU the memory is one
@@ -252,14 +252,15 @@ def _checkpoint_copies(job: Job) -> list[Term]:
     ]
 
 
-def _stays(term: Term) -> bool:
-    """Where ranks hand the rest over (train/parking.py): what a swap sends."""
-    return term.on_host or (term.role is Role.actor and term.component in SENT)
+def _stays(job: Job, term: Term) -> bool:
+    """Where ranks hand the rest over (train/parking.py): what a swap sends, and with a GPU what is not there anyway."""
+    elsewhere = term.on_host and (job.gpu is not None or term.component in COPIES)
+    return elsewhere or (term.role is Role.actor and term.component in SENT)
 
 
-def _parked(held: list[Term]) -> list[Term]:
+def _parked(job: Job, held: list[Term]) -> list[Term]:
     """Room on the host for what goes there, kept all the time; gradients are not worth a copy."""
-    moved = [term for term in held if not _stays(term) and term.component not in SCRATCH]
+    moved = [term for term in held if not _stays(job, term) and term.component not in SCRATCH]
     return [Term(term.role, Component.parked, term.amount, on_host=True) for term in moved]
 
 

@@ -36,6 +36,8 @@ class Role(Enum):
 
 SENT = (Component.weights, Component.gathered)
 """What a weight swap reads of the actor: it stays while engines sample."""
+COPIES = (Component.checkpoint, Component.parked)
+"""On the host, and of no model."""
 SCRATCH = (Component.gradients, Component.buckets)
 """Written anew by each update: not worth a copy."""
 

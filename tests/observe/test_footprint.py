@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rlhf_mp.config.load import config_from_dict
+from rlhf_mp.config.load import config_from_dict, config_to_dict
 from rlhf_mp.data.collate import collate
 from rlhf_mp.data.types import Totals, Trajectory
-from rlhf_mp.observe.footprint import Footprint, held_bytes
+from rlhf_mp.observe.footprint import Footprint, held_bytes, planned_bytes
 from rlhf_mp.observe.live_bytes import LiveBytes
 from rlhf_mp.observe.plan_check import compare, table
 from rlhf_mp.phase import Phase
@@ -72,6 +72,15 @@ def trained(config):
         with footprint.during(Phase.train):
             actor.train_step(micro_batches(2), Totals(300, 16), loss_fn)
     return actor, reference, footprint
+
+
+def test_phases_in_which_the_turn_changes_have_no_planned_peak(config):
+    """They begin or end with all that the trainer has."""
+    turns = {"trainer.offload_during_rollout": True}
+    parked = config_from_dict(config_to_dict(config), [f"{key}={value}" for key, value in turns.items()])
+    machine = Machine(None, 1e12)
+    peaks = [{name for name in planned_bytes(plan_of(each, machine)) if "_peak" in name} for each in (config, parked)]
+    assert peaks[0] - peaks[1] == {"rollout_peak", "sync_peak"}
 
 
 def test_every_component_is_measured_as_planned_within_5_percent(trained):

@@ -147,6 +147,14 @@ def test_ranks_that_park_hold_the_actors_weights_alone_while_engines_sample_and_
     assert train[0].gpu_bytes == train[1].gpu_bytes and train[0].host_bytes < train[1].host_bytes  # room is kept
 
 
+def test_what_is_on_the_host_anyway_is_not_parked_but_without_gpus_that_is_everything():
+    offloaded = replace(JOBS["offload"], engine=replace(GRPO.engine, sleeps=True), parks=True)
+    on_gpu, on_cpu = (make_plan(replace(offloaded, gpu=gpu)).peak_of(Phase.rollout) for gpu in (GRPO.gpu, None))
+    parked = [{t.component for t in moment.terms if t.role is Role.actor} for moment in (on_gpu, on_cpu)]
+    assert Component.optimizer in parked[0] and Component.parked not in parked[0]
+    assert parked[1] == {Component.weights, Component.parked}
+
+
 def test_a_served_reward_model_is_on_no_rank_and_awake_in_every_phase():
     scalar = LLAMA.num_params - 128_256 * 4_096 + 4_096
     for moment in make_plan(JOBS["served"]).moments:
