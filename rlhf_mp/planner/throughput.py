@@ -10,6 +10,7 @@ from rlhf_mp.planner.inference import cache_bytes_per_token, engine_weights
 from rlhf_mp.planner.job import Engine, Job, MegatronLayout, Recompute, Workload, ZeroLayout
 from rlhf_mp.planner.model_shape import ModelShape
 from rlhf_mp.planner.plan import Plan
+from rlhf_mp.planner.term import Component
 
 TRAIN_EFFICIENCY, FORWARD_EFFICIENCY, DECODE_EFFICIENCY = 0.45, 0.50, 0.65
 """Of peak arithmetic in training and scoring, of peak bandwidth in decoding, when nothing else is in the way."""
@@ -63,8 +64,9 @@ def step_time(plan: Plan, workload: Workload) -> StepTime:
     seconds = {phase: 0.0 for phase in Phase}
     sequence = workload.prompt_tokens + workload.response_tokens
     if job.engine:
-        seconds[Phase.rollout] = _rollout_seconds(job, job.engine, workload, plan.cache_tokens)
-        seconds[Phase.sync] = _sync_seconds(job, job.engine)
+        one_way = _parking_seconds(plan)
+        seconds[Phase.rollout] = _rollout_seconds(job, job.engine, workload, plan.cache_tokens) + one_way
+        seconds[Phase.sync] = _sync_seconds(job, job.engine) + one_way
     scorings = job.scores_old_policy + job.reference + (job.critic is not None) + (job.reward_model is not None)
     if job.has_scoring:
         seconds[Phase.score] = scorings * _pass_seconds(job, workload.num_tokens, forward_flops(job.model, sequence), 1)
@@ -129,6 +131,13 @@ def _rollout_seconds(job: Job, engine: Engine, workload: Workload, cache_tokens:
     prompts = workload.prompts * workload.prompt_tokens / engine.num_engines
     prefill = prompts * forward_flops(shape, workload.prompt_tokens) / (engine.tp * gpu.bf16_flops * FORWARD_EFFICIENCY)
     return prefill + sequences / at_once * workload.response_tokens * token
+
+
+def _parking_seconds(plan: Plan) -> float:
+    """What a rank hands over, once over its link to the host."""
+    (sampling,) = (moment for moment in plan.moments if moment.name == "sampling")
+    parked = sum(term.bytes for term in sampling.terms if term.component is Component.parked)
+    return parked / (plan.job.gpu.host_rate * LINK_EFFICIENCY)
 
 
 def _sync_seconds(job: Job, engine: Engine) -> float:

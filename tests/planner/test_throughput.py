@@ -73,6 +73,16 @@ def slower(**changes):
     return step_time(make_plan(replace(JOB, **changes)), LOAD).total > step_time(make_plan(JOB), LOAD).total
 
 
+def test_what_ranks_hand_over_travels_to_the_host_before_sampling_and_back_after():
+    # Llama-3.1-8B over 8 ranks: master weights and both moments, 12 bytes a parameter, and a reference's 2
+    sleeping = replace(JOB, engine=replace(JOB.engine, sleeps=True))
+    kept, parked = (step_time(make_plan(replace(sleeping, parks=parks)), LOAD) for parks in (False, True))
+    one_way = 14 * 8_030_261_248 / 8 / (63e9 * 0.7)
+    for phase in Phase:
+        extra = one_way if phase in (Phase.rollout, Phase.sync) else 0
+        assert parked.seconds[phase] - kept.seconds[phase] == pytest.approx(extra)
+
+
 def test_offload_recomputation_small_batches_and_slow_cards_cost_time():
     assert slower(layout=ZeroLayout(8, optimizer_offload=True))
     assert slower(batch=Batch(1536, 1536))
