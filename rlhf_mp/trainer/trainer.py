@@ -162,8 +162,13 @@ class Trainer(Loop):
                 batch.baselines = self.reward_model.baselines(batch)
 
     def scored(self, model: Scorer, batch: TokenBatch, cut: list[list[int]]) -> torch.Tensor:
+        self.swap.reclaim()
         self.count({"score/tokens": (float(batch.lengths.sum()), 1)})
         return scored(model, batch, cut)
+
+    def update(self, name: str, batch: TokenBatch, *how: Any) -> Sums:
+        self.swap.reclaim()  # a loop of one's own may update again after the weights have been published
+        return super().update(name, batch, *how)
 
     def update_actor(self, batch: TokenBatch, share: Share, loss_fn: LossFn) -> None:
         self.update("actor", batch, share.minibatches, loss_fn, "actor/")

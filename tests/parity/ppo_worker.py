@@ -79,10 +79,13 @@ class Rollouts:
 
 
 class NoEngines:
-    """Nobody samples here, so nobody sleeps after it."""
+    """Nobody samples here, so nobody sleeps after it, and the memory is always the trainer's."""
 
     def sleep(self) -> Sums:
         return {}
+
+    def reclaim(self) -> None:
+        pass
 
 
 def make_trainer(config: RunConfig, vocab: int) -> Trainer:

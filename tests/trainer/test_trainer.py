@@ -52,17 +52,19 @@ def test_a_resumed_run_repeats_no_step_and_no_first_validation():
     ]  # fmt: skip
 
 
-def test_whatever_saves_or_loads_first_makes_the_trainer_whole(tmp_path):
+def test_whatever_needs_the_whole_trainer_makes_it_whole_first(tmp_path):
     events = []
-    made = trainer(2, events, save_freq=1)
+    made = trainer(1, events)
     made.swap.reclaim = lambda: events.append("reclaim")
     made.train()
     made.save_checkpoint(tmp_path / "here")
     made.load_checkpoint(tmp_path / "3")
-    files = [event for event in events if event == "reclaim" or event[0] in ("save", "write", "read")]
-    assert files == [
-        "reclaim", ("save", 1), "reclaim", ("save", 2), "reclaim", ("write", 2, "here"), "reclaim", ("read", "3"),
+    assert events == [
+        ("push", 0, 0), ("live", 0), ("fetch", 0), "reclaim", ("train", 12), ("train", 6), ("push", 1, 2), ("live", 1),
+        ("evaluate",), "reclaim", ("save", 1), "reclaim", ("write", 1, "here"), "reclaim", ("read", "3"),
     ]  # fmt: skip
+    made.scored(made.actor, collate(TRAJECTORIES), [[0]])
+    assert events[-2] == "reclaim"
 
 
 def test_checkpoints_at_places_of_ones_own(tmp_path):
