@@ -125,8 +125,10 @@ class Parking:
 
     def _held(self, model: Scorer) -> Iterator[tuple[Component, UntypedStorage]]:
         for component, tensor in model.tensors():
-            if tensor.device.type == self.device.type:
-                yield component, tensor.untyped_storage()
+            storage = tensor.untyped_storage()
+            # What a CPU maps from a checkpoint's file is the file's own: it has no memory to give back.
+            if storage.device.type == self.device.type and storage.resizable():
+                yield component, storage
 
     def _wait(self) -> None:
         if self.device.type == "cuda":

@@ -20,6 +20,8 @@ def step(trainer, prompts=None):
     of_critic = critic.update(batch)
     metrics = policy.update_policy(batch)
     assert of_critic["grad_norm"] == metrics["critic/grad_norm"]
+    after = critic.compute_values(batch)  # out of turn: the engines have the new weights already
+    assert not torch.equal(after, batch.tensors.values) and after.shape == batch.tensors.values.shape
     return batch, metrics
 
 

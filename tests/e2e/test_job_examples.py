@@ -33,7 +33,8 @@ def decided(job) -> dict[int, dict[str, float]]:
 def test_a_loop_of_ones_own_trains_as_the_launcher_does(start, tmp_path):
     launched, own = start(tmp_path / "launched", *PPO), None
     assert launched.wait() == 0, launched.output()
-    own = start(tmp_path / "own", *PPO, script=HERE / "own_loop.py")
+    # it takes turns with its engines, too: more than the launcher's order of things has to work
+    own = start(tmp_path / "own", *PPO, "trainer.offload_during_rollout=true", script=HERE / "own_loop.py")
     assert own.wait() == 0, own.output()
     own.assert_nothing_left()
     expected, found = decided(launched), decided(own)

@@ -80,6 +80,15 @@ def test_what_is_elsewhere_is_left_alone(actor):
     assert bytes_in(actor.held[Component.optimizer]) == 24
 
 
+def test_what_a_file_is_mapped_to_stays(actor, tmp_path):
+    (tmp_path / "weights").write_bytes(bytes(400))
+    mapped = torch.from_file(str(tmp_path / "weights"), size=100)
+    parking = Parking([actor, Model(weights=mapped)], CPU)
+    assert parking.out()["park/freed_bytes"] == (40, 1)
+    assert mapped.sum() == 0
+    parking.back()
+
+
 def test_moments_that_come_later_and_a_second_time_out(actor):
     waited = []
     parking = Parking([actor], CPU, lambda: waited.append(True))
