@@ -52,13 +52,15 @@ def main(argv: Sequence[str]) -> None:
     if unknown := set(chosen) - set(ALGORITHMS):
         parser.error(f"--only: no {', '.join(sorted(unknown))}; there are {', '.join(ALGORITHMS)}")
     found = json.loads(args.json.read_text()) if args.json and args.json.exists() else {"runs": {}}
-    found["provenance"] = provenance()
+    measured_on = provenance()
+    found.setdefault("provenance", measured_on)  # of the runs, where none is made now
     prepare()
     for name in chosen:
         if name in found["runs"]:
             continue
         print(f"{name}: at most {args.steps} steps", flush=True)
         found["runs"][name] = measure(name, args.steps, args.test_freq, args.accuracy)
+        found["provenance"] = measured_on
         if args.json:
             args.json.parent.mkdir(parents=True, exist_ok=True)
             args.json.write_text(json.dumps(found, indent=1) + "\n")
