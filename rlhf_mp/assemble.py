@@ -125,11 +125,10 @@ def make_trainer(job: Job) -> Trainer:
     return trainer
 
 
-def make_parking(job: Job, models: Sequence[Scorer | None]) -> Parking | None:
+def make_parking(job: Job, models: Sequence[Scorer | None]) -> Parking:
     """Of everything on this rank, if the run asks for it."""
-    if not job.config.trainer.offload_during_rollout:
-        return None
-    return Parking([m for m in models if m is not None], job.device, lambda: job.ranks.broadcast(None))
+    held = [m for m in models if m is not None] if job.config.trainer.offload_during_rollout else []
+    return Parking(held, job.device, lambda: job.ranks.broadcast(None))
 
 
 def make_trained(config: RunConfig, device: torch.device, num_steps: int) -> dict[str, TrainEngine]:
@@ -197,7 +196,7 @@ def make_memory_watch(job: Job) -> MemoryWatch:
     )
 
 
-def make_swap(job: Job, parking: Parking | None = None) -> VerifiedSwap:
+def make_swap(job: Job, parking: Parking) -> VerifiedSwap:
     """Waits for the engines."""
     policy, data = job.config.actor_rollout_ref, job.config.data
     own, addresses = policy.weight_sync, job.services.addresses()

@@ -53,14 +53,14 @@ def _cheaper(job: planned.Job) -> Iterator[tuple[str, planned.Job]]:
             batch = replace(batch, tokens=batch.tokens // 2)
             job = replace(job, **{own.batch: batch})
             yield f"{own.key}.ppo_max_token_len_per_gpu={batch.tokens}", job
+    if job.engine and job.engine.sleeps and job.gpu and not job.parks:
+        job = replace(job, parks=True)
+        yield "trainer.offload_during_rollout=true", job
     if job.engine and job.gpu:
         for fraction in (0.4, 0.3, 0.25):
             if fraction < job.engine.memory_fraction:
                 job = replace(job, engine=replace(job.engine, memory_fraction=fraction))
                 yield f"actor_rollout_ref.rollout.gpu_memory_utilization={fraction}", job
-    if job.engine and job.engine.sleeps and job.gpu and not job.parks:
-        job = replace(job, parks=True)
-        yield "trainer.offload_during_rollout=true", job
     yield from _offloaded(job, models)
 
 

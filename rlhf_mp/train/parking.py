@@ -57,7 +57,7 @@ class Parking:
     models: Sequence[Scorer] = ()  # none: nothing is ever parked
     device: torch.device = torch.device("cpu")
     everyone: Callable[[], object] = lambda: None  # collective: returns once every rank has come to it
-    is_out: bool = field(default=False, init=False)
+    is_out: bool = field(default=False, init=False)  # alike on all ranks, whatever each of them had
 
     def __post_init__(self) -> None:
         self._arena = HostArena(self.device)

@@ -361,6 +361,16 @@ def test_a_reference_that_is_the_base_is_not_told_to_leave_the_gpu(folder):
     assert problems and not any("ref.fsdp_config" in problem.fix for problem in problems)
 
 
+def test_ranks_that_hand_their_memory_over_can_make_a_run_fit():
+    """PPO of 70B by Megatron on cards of 65 GiB: less for the engine would leave no room for its own weights."""
+    config = load_config(ROOT / "configs" / "ppo_llama3.1_70b_megatron.yaml")
+    smaller = Machine(replace(find_gpu("h100"), memory=65 * GIB), 1000 * GIB)
+    assert not plan_of(config, smaller).fits
+    assert "trainer.offload_during_rollout=true (then" in nearest_fit(job_of(config, smaller))
+    config.trainer.offload_during_rollout = True
+    assert plan_of(config, smaller).fits
+
+
 def test_engines_that_share_gpus_sleep_while_the_trainer_works_unless_told_otherwise(folder):
     key = "actor_rollout_ref.rollout.free_cache_engine"
     asleep, awake = (plan_of(run(folder, **words), H100) for words in ({}, {key: False}))
