@@ -6,6 +6,7 @@ rank is gone, it reports a death that nobody announced and ends what is left of 
 started with the job's ``RLHF_MP_JOB`` in its environment.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -72,7 +73,7 @@ def start_guard(rank: int, run_dir: Path, *, several_hosts: bool = False, alert:
     WORLD_SIZE, MASTER_ADDR and MASTER_PORT must be in the environment; RLHF_MP_JOB and RLHF_MP_TMP are added to it.
 
     Raises:
-        PermissionError: the job's folder in /tmp belongs to another user.
+        OSError: the job's folder in /tmp cannot be made, or belongs to another user.
     """
     run_dir, pid, job = run_dir.resolve(), os.getpid(), job_id()
     log = run_dir / "logs" / f"rank_{rank}.log"
@@ -81,8 +82,7 @@ def start_guard(rank: int, run_dir: Path, *, several_hosts: bool = False, alert:
         (run_dir / FIRST_FAILURE).unlink(missing_ok=True)
     # Ended between the making of its folder and the start of its guard, a rank would leave the folder behind.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
-    tmp = make_tmp(job)
-    (tmp / "ranks" / f"{rank}.{pid}.{start_time(pid)}").touch()
+    tmp = register(job, f"{rank}.{pid}.{start_time(pid)}")
 
     launchers = [os.pidfd_open(launcher) for launcher in find_launchers(pid)]
     farewell_read, farewell_write = os.pipe()
@@ -122,11 +122,17 @@ def job_id() -> str:
     return hashlib.blake2b(key.encode(), digest_size=4).hexdigest()
 
 
-def make_tmp(job: str) -> Path:
+def register(job: str, name: str) -> Path:
+    """Write the rank into the job's folder in /tmp, which the first one makes."""
     tmp = Path(f"/tmp/rlhf_mp_{job}")
-    tmp.mkdir(mode=0o700, exist_ok=True)
-    if tmp.stat().st_uid != os.getuid():
-        raise PermissionError(f"{tmp} belongs to another user; fix: remove it, or choose another MASTER_PORT")
-    for folder in ("ranks", "shared_memory"):
-        (tmp / folder).mkdir(exist_ok=True)
-    return tmp
+    for _ in range(100):
+        # the guard of a rank that came and went before this one may be removing the folder
+        with contextlib.suppress(FileNotFoundError, FileExistsError):
+            tmp.mkdir(mode=0o700, exist_ok=True)
+            if tmp.stat().st_uid != os.getuid():
+                raise PermissionError(f"{tmp} belongs to another user; fix: remove it, or choose another MASTER_PORT")
+            for folder in ("ranks", "shared_memory"):
+                (tmp / folder).mkdir(exist_ok=True)
+            (tmp / "ranks" / name).touch()
+            return tmp
+    raise OSError(f"{tmp} could not be made, or was removed again and again; fix: remove what is there")

@@ -3,15 +3,18 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
 from rlhf_mp.cluster.first_failure import claim, tail, wait_until
+from rlhf_mp.cluster.guard import register
 from rlhf_mp.cluster.processes import belonging_to, start_time, stat
 from rlhf_mp.cluster.watch import Ending
 
@@ -173,12 +176,32 @@ def test_a_failure_sends_the_alert(new_job, monkeypatch, end):
 
 def test_only_rank_0_speaks_on_the_terminal_and_each_has_its_log(new_job):
     job = new_job(num_ranks=2)
-    body = "os.system(f'echo child of {rank}'); print('rank', rank); announce(); guard.farewell(0)"
+    both = "while not (run_dir / 'ready.1').exists(): time.sleep(0.05)"
+    body = f"os.system(f'echo child of {{rank}}'); print('rank', rank); announce()\n{both}\nguard.farewell(0)"
     ranks = [job.start(body) for _ in range(2)]
     assert [rank.wait() for rank in ranks] == [0, 0]
     assert job.ends_within(10)
     assert [job.log(rank) for rank in range(2)] == [f"child of {rank}\nrank {rank}\n" for rank in range(2)]
     assert job.terminal() == "child of 0\nrank 0\n"
+
+
+def test_a_rank_registers_while_the_guard_of_one_that_has_ended_removes_the_folder():
+    job, stop = f"test{os.getpid()}", threading.Event()
+    tmp = Path(f"/tmp/rlhf_mp_{job}")
+
+    def remove():
+        while not stop.is_set():
+            shutil.rmtree(tmp, ignore_errors=True)
+
+    remover = threading.Thread(target=remove)
+    remover.start()
+    try:
+        for number in range(300):
+            assert register(job, f"{number}.1.1") == tmp
+    finally:
+        stop.set()
+        remover.join()
+        shutil.rmtree(tmp, ignore_errors=True)
 
 
 def test_when_one_rank_is_killed_the_others_are_ended_and_only_it_is_reported(new_job):
