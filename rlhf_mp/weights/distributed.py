@@ -75,7 +75,8 @@ class DistributedTransport:
         try:
             self._group = init_custom_process_group(
                 backend=self._backend,
-                init_method=f"tcp://{self._host}:{port}",
+                # a store of our own: at a tcp:// address a rank that torchrun started takes the store for torchrun's
+                store=dist.PrefixStore(self._group_name, dist.TCPStore(self._host, port, size, True, self._timeout)),
                 timeout=self._timeout,
                 world_size=size,
                 rank=0,

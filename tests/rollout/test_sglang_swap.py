@@ -17,8 +17,9 @@ from rlhf_mp.rollout.sglang_client import EngineControl, SGLangClient
 from rlhf_mp.rollout.stragglers import first_complete
 from rlhf_mp.train.accumulate import ForwardSettings
 from rlhf_mp.train.torch_engine import TorchEngine
-from rlhf_mp.weights.base import WeightSync
+from rlhf_mp.weights.base import Transport, WeightSync
 from rlhf_mp.weights.buckets import Packer
+from rlhf_mp.weights.distributed import DistributedTransport
 from rlhf_mp.weights.fleet import FixedRoster
 from rlhf_mp.weights.tensor import TensorTransport
 
@@ -44,17 +45,20 @@ def trainers(tiny_checkpoint) -> dict[int, TorchEngine]:
     return made
 
 
-@pytest.fixture(scope="module")
-def sync(sglang_server) -> WeightSync:
-    workers = sglang_server.workers
+def sync_by(transport: Transport, server) -> WeightSync:
     return WeightSync(
-        TensorTransport(workers, gather=lambda own: [own], on_cpu=True),
-        FixedRoster([EngineControl("engine", sglang_server.address, timeout_s=60)]),
-        Packer(10**7, CPU, shared=True),
+        transport,
+        FixedRoster([EngineControl("engine", server.address, timeout_s=60)]),
+        Packer(10**7, CPU, shared=transport.shared_buffers),
         dtype=torch.float32,
         is_sender=True,
-        workers_per_engine=workers,
+        workers_per_engine=server.workers,
     )
+
+
+@pytest.fixture(scope="module")
+def sync(sglang_server) -> WeightSync:
+    return sync_by(TensorTransport(sglang_server.workers, gather=lambda own: [own], on_cpu=True), sglang_server)
 
 
 def sample_while(server, meanwhile) -> list[list[Completion]]:
@@ -180,3 +184,17 @@ def test_a_server_that_has_slept_samples_from_what_the_next_swap_brings(sglang_s
             own = torch.tensor([scored[version][i] for i, version in enumerate(c.versions)])
             torch.testing.assert_close(torch.tensor(c.logprobs), own, atol=1e-4, rtol=0)
     assert versions == {5, 6}
+
+
+def test_a_rank_that_torchrun_started_can_broadcast(sglang_server, sync, trainers, monkeypatch):
+    """For it, torch takes any address of a group for that of a store which torchrun holds, and waits to be let in."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    broadcast = sync_by(
+        DistributedTransport(sglang_server.workers, "127.0.0.1", on_cpu=True, timeout_s=30), sglang_server
+    )
+    broadcast.push(trainers[7].weights(), 7, must_differ=False)
+    for prompt, completions in zip(PROMPTS, sample_while(sglang_server, lambda: None), strict=True):
+        for c in completions:
+            assert set(c.versions) == {7}
+            scored = logprobs_of(trainers[7], prompt, c.ids)
+            torch.testing.assert_close(torch.tensor(c.logprobs), scored, atol=1e-4, rtol=0)
