@@ -13,6 +13,7 @@ from torch import Tensor, UntypedStorage
 from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 
 from rlhf_mp.data.types import Sums
+from rlhf_mp.errors import OutOfMemory
 from rlhf_mp.planner.term import SCRATCH, SENT, Component
 from rlhf_mp.train.base import Scorer
 
@@ -30,15 +31,25 @@ class HostArena:
         self.bytes = torch.empty(0, dtype=torch.uint8)
 
     def reserve(self, size: int) -> None:
-        """Room for ``size`` bytes; what was there before is lost where it has to grow."""
+        """Room for ``size`` bytes; what was there before is lost where it has to grow.
+
+        Raises:
+            OutOfMemory: this machine has not so much, or not so much that may be locked.
+        """
         if size <= self.bytes.numel():
             return
         if self.pinned and self.bytes.numel():
             unpin_memory(self.bytes.data_ptr())
         self.bytes = torch.empty(0, dtype=torch.uint8)  # two of them at once might not fit
-        self.bytes = torch.empty(size, dtype=torch.uint8)
-        if self.pinned:
-            pin_memory(self.bytes.data_ptr(), size)
+        try:
+            self.bytes = torch.empty(size, dtype=torch.uint8)
+            if self.pinned:
+                pin_memory(self.bytes.data_ptr(), size)
+        except RuntimeError as error:  # torch has no type of its own for either
+            raise OutOfMemory(
+                f"the host has no {size / 2**30:.1f} GiB for what this rank parks there while engines sample: {error}; "
+                f"fix: trainer.offload_during_rollout=false{', or ulimit -l unlimited' if self.pinned else ''}"
+            ) from None
 
 
 @dataclass

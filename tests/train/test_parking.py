@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from rlhf_mp.errors import OutOfMemory
 from rlhf_mp.planner.term import Component
-from rlhf_mp.train.parking import Parking
+from rlhf_mp.train.parking import HostArena, Parking
 
 CPU = torch.device("cpu")
 
@@ -107,6 +108,11 @@ def test_moments_that_come_later_and_a_second_time_out(actor):
 def test_without_models_nothing_happens():
     parking = Parking()
     assert parking.out() == parking.back() == {} and not parking.is_out
+
+
+def test_a_host_with_too_little_memory_is_said_with_the_key():
+    with pytest.raises(OutOfMemory, match=r"no 1048576\.0 GiB .*trainer\.offload_during_rollout=false"):
+        HostArena(torch.device("cpu")).reserve(1 << 50)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
