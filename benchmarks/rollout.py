@@ -45,6 +45,7 @@ def measure(at_once: list[int], tokens: int, rounds: int, tensor_parallel: int) 
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         make_checkpoint(model, character_tokenizer("0123456789+= "), SHAPE)
+        never_end(model)
         context = PROMPT_TOKENS + tokens
         rollout = RolloutConfig(
             dtype="float32",
@@ -60,6 +61,12 @@ def measure(at_once: list[int], tokens: int, rounds: int, tensor_parallel: int) 
             return [record(server, number, tokens, rounds) for number in at_once]
         finally:
             server.stop()
+
+
+def never_end(model: Path) -> None:
+    """Weights at random would say <eos> every dozen tokens, and every response has to have all of its own."""
+    for file in (model / "config.json", model / "generation_config.json"):
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": None}))
 
 
 def record(server: SGLangServer, sequences: int, tokens: int, rounds: int) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from rlhf_mp.cluster.launcher import RankInfo, check_meeting_point, rank_environment, read_rank
+from rlhf_mp.cluster.launcher import RankInfo, check_meeting_point, leave_out, rank_environment, read_rank
 from rlhf_mp.config.files import file_problems
 from rlhf_mp.config.load import check_layers
 from rlhf_mp.config.schema import RunConfig
@@ -44,7 +44,7 @@ def prepare(layers: Iterable[dict[Any, Any]], overrides: Sequence[str] = ()) -> 
         ConfigError: with every problem; none of them has cost anything yet.
     """
     config = checked_config(layers, overrides, read_rank(os.environ).world_size)
-    info = rank_environment()
+    info = leave_out(rank_environment(), config.engine_machines)
     check_meeting_point(info)
     if info.rank == 0 and not config.trainer.skip_plan and (problems := list(plan_problems(config))):
         raise ConfigError(problems)

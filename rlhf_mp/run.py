@@ -8,6 +8,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -73,19 +74,34 @@ def run(config: RunConfig, info: RankInfo, work: Callable[["Job", "Trainer"], No
 def launched(config: RunConfig, info: RankInfo) -> Iterator[tuple["Job", "Trainer"]]:
     """Collective. Everything started, and ended with the block. An error inside it is reported and ends the process."""
     knobs = config.trainer
+    if not info.trains and info.local_rank > 0:  # a machine of engines needs one process
+        sys.exit(0)
     guard = start_guard(
         info.rank, Path(knobs.default_local_dir), several_hosts=info.several_hosts, alert=knobs.alert_command
     )
     os.environ["TMPDIR"] = str(guard.tmp)  # what Ray and SGLang leave there goes with the job
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # end at once even inside a collective; the guard cleans up
     try:
-        with started(config, info, guard) as parts:
-            yield parts
+        if info.trains:
+            with started(config, info, guard) as parts:
+                yield parts
+        else:
+            keep(info, guard)
     except EXPLAINED as error:
         leave(guard, EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_FAILED, f"rank {info.rank}", str(error))
     except BaseException:  # whatever it is, the user reads about it before the other ranks' broken connections
         leave(guard, EXIT_FAILED, f"rank {info.rank}", traceback.format_exc())
     guard.farewell(0)
+    if not info.trains:  # whatever the caller does with a trainer
+        sys.exit(0)
+
+
+def keep(info: RankInfo, guard: Guard) -> None:
+    """All that is done on a machine that has engines and no ranks."""
+    quiet()
+    from rlhf_mp.cluster.engine_machines import keep_machine
+
+    keep_machine(info, join_network(info), guard.tmp, guard.run_dir)
 
 
 def leave(
@@ -160,10 +176,15 @@ def started(config: RunConfig, info: RankInfo, guard: Guard) -> Iterator[tuple["
 def start_services(config: RunConfig, on_cpu: bool, ranks: "Ranks", here: "Here", guard: Guard) -> "Services":
     """Collective. The scheduler and the engines, where the placement has them."""
     from rlhf_mp.cluster.cores import compute_on
+    from rlhf_mp.cluster.engine_machines import EngineMachines
     from rlhf_mp.cluster.placement import place
     from rlhf_mp.cluster.services import Services
 
     cores = ranks.gather(tuple(sorted(os.sched_getaffinity(0))))[:: config.trainer.n_gpus_per_node]
+    if here.info.engine_machines:
+        here = replace(here, engine_machines=EngineMachines(here.info, guard.run_dir) if ranks.rank == 0 else None)
+        found = here.engine_machines.machines if here.engine_machines else ()
+        cores += ranks.broadcast([tuple(machine.cores) for machine in found])
     placement = place(config, on_cpu, cores)
     services = Services(
         config,

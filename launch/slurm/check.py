@@ -1,6 +1,7 @@
 """Can this job start? Run by train.sbatch on every node, before the ranks; says what is wrong there, exit code 2.
 
-Where all is well the first node prints the run directory and a free port, each on a line of its own.
+Where all is well the first node prints the run directory, a free port and the number of nodes that have ranks, each on
+a line of its own.
 """
 
 import argparse
@@ -11,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rlhf_mp.cluster.launcher import tasks_per_node
+from rlhf_mp.config.allocation import read_allocated
 from rlhf_mp.config.files import file_problems
-from rlhf_mp.config.load import read_config
 from rlhf_mp.config.schema import RunConfig
 from rlhf_mp.errors import ConfigError, Problem
 from rlhf_mp.planner.preflight import plan_problems
@@ -34,7 +35,7 @@ def checked_config(path: Path, overrides: list[str], tasks: list[int]) -> RunCon
     Raises:
         ConfigError: with every problem of values, files, allocation and memory.
     """
-    config, problems = read_config(path, overrides)
+    config, problems = read_allocated(path, overrides, len(tasks))
     if problems:
         raise ConfigError(problems)
     problems = [*file_problems(config, world_size=None), *task_problems(config, tasks)]
@@ -67,7 +68,7 @@ def main(argv: list[str]) -> int:
         print(f"{socket.gethostname()}: {error}", file=sys.stderr)
         return 2
     if os.environ["SLURM_NODEID"] == "0":
-        print(f"{Path(config.trainer.default_local_dir).absolute()}\n{free_port()}")
+        print(f"{Path(config.trainer.default_local_dir).absolute()}\n{free_port()}\n{config.trainer.nnodes}")
     return 0
 
 

@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 from rlhf_mp.cluster.placement import devices_per_node
+from rlhf_mp.config.allocation import read_allocated
 from rlhf_mp.config.files import file_problems
 from rlhf_mp.config.load import read_config
 from rlhf_mp.config.schema import RunConfig
@@ -39,7 +40,7 @@ FOLLOW_EVERY_S = 1.0
 def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, required=True, help="as of launch/train.py")
-    parser.add_argument("--nodes", type=int, help="unset: trainer.nnodes")
+    parser.add_argument("--nodes", type=int, help="unset: trainer.nnodes, and rollout.nnodes")
     parser.add_argument("--gpu", help=f"card of the nodes, for the plan; unset: this machine's, else {ASSUMED_GPU}")
     parser.add_argument(
         "--time", help="limit; unset: twice the plan's estimate, a day at most; near it the job requeues"
@@ -62,8 +63,10 @@ def checked_config(args: argparse.Namespace) -> RunConfig:
     Raises:
         ConfigError: a problem that the nodes would have too.
     """
-    nodes = [f"trainer.nnodes={args.nodes}"] if args.nodes else []
-    config, problems = read_config(args.config, [*args.overrides, *nodes])
+    if args.nodes:
+        config, problems = read_allocated(args.config, args.overrides, args.nodes)
+    else:
+        config, problems = read_config(args.config, args.overrides)
     refused = {problem.key for problem in problems}
     files = (p for p in file_problems(config, world_size=None) if p.key not in refused and not isinstance(p, Absent))
     if problems := [*problems, *files]:
@@ -107,7 +110,7 @@ def sbatch_command(config: RunConfig, args: argparse.Namespace) -> list[str]:
         "--parsable",
         f"--job-name={args.name or trainer.experiment_name}",
         f"--output={trainer.default_local_dir}/logs/%x-%j.log",
-        f"--nodes={trainer.nnodes}",
+        f"--nodes={trainer.nnodes + config.engine_machines}",
         f"--ntasks-per-node={trainer.n_gpus_per_node}",
         *([] if on_cpu else [f"--gpus-per-node={devices}"]),
         f"--cpus-per-task={cpus}",

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,24 @@ def node_id() -> str:
     import ray
 
     return ray.get_runtime_context().get_node_id()
+
+
+def node_ids(addresses: Sequence[str]) -> list[str]:
+    """Ray's names of the hosts that have these addresses, once all are in the cluster.
+
+    Raises:
+        RuntimeError: one is still not, long after its own process has started.
+    """
+    import ray
+
+    deadline = time.monotonic() + NODE_START_S
+    while True:
+        names = {node["NodeManagerAddress"]: node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        if names.keys() >= set(addresses):
+            return [names[address] for address in addresses]
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"Ray has started on {', '.join(set(addresses) - names.keys())} and did not join")
+        time.sleep(0.1)
 
 
 def create_actor(kind: type, *args: Any, name: str, max_concurrency: int, node: str) -> Any:

@@ -8,7 +8,7 @@ import re
 import socket
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rlhf_mp.errors import ConfigError, Problem
@@ -19,16 +19,21 @@ COMPILED = Path(sys.prefix) / "torch_extensions"
 
 @dataclass(frozen=True)
 class RankInfo:
-    """A training process among those that were launched."""
+    """One of the processes that were launched. The ranks, which train, are the first ``world_size`` of them."""
 
     rank: int
     local_rank: int  # on its machine; also the index of its GPU
     world_size: int
     local_world_size: int
+    engine_machines: int = 0  # after those of the ranks: their processes do not train
 
     @property
     def several_hosts(self) -> bool:
-        return self.local_world_size < self.world_size
+        return self.engine_machines > 0 or self.local_world_size < self.world_size
+
+    @property
+    def trains(self) -> bool:
+        return self.rank < self.world_size
 
 
 def read_rank(environ: Mapping[str, str]) -> RankInfo:
@@ -75,6 +80,20 @@ def rank_environment() -> RankInfo:
     for name, value in found.items():
         os.environ.setdefault(name, str(value))
     return info
+
+
+def leave_out(info: RankInfo, engine_machines: int) -> RankInfo:
+    """The last machines have engines and no ranks: what torch.distributed shall see, here and in ``os.environ``."""
+    if not engine_machines:
+        return info
+    world_size = info.world_size - engine_machines * info.local_world_size
+    os.environ["WORLD_SIZE"] = str(world_size)
+    return replace(info, world_size=world_size, engine_machines=engine_machines)
+
+
+def visible_gpus() -> list[str]:
+    """Names of those that this process was given; empty: all of its machine."""
+    return [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
 
 
 def use_own_compiler_cache() -> None:

@@ -29,14 +29,16 @@ class Fleet:
     model_path: str
     number: int
     width: int  # GPUs, or workers, of each
+    machines: range  # the job's that may have some
 
-    def nodes(self, num_nodes: int) -> list[int]:
+    def nodes(self) -> list[int]:
         """The machine of each: spread evenly, and none spans two (checks.py)."""
-        return [index * num_nodes // self.number for index in range(self.number)]
+        return [self.machines[index * len(self.machines) // self.number] for index in range(self.number)]
 
 
 def place(config: RunConfig, on_cpu: bool, cores: Sequence[Cores] = ()) -> Placement:
-    """Engines are spread evenly over the machines, and so are the servers of a reward model.
+    """Engines are spread evenly over the machines of the ranks, or those that are for engines alone; the servers of a
+    reward model over those of the ranks.
 
     Colocated, the k-th server of its kind on a machine has its GPUs k * tp to (k + 1) * tp - 1, which ranks train on
     too. Disjoint, engines have as many GPUs after those of the ranks, and reward servers after those; on CPU every rank
@@ -51,17 +53,21 @@ def place(config: RunConfig, on_cpu: bool, cores: Sequence[Cores] = ()) -> Place
     trainer, rollout, own = config.trainer, config.actor_rollout_ref.rollout, config.reward_model
     disjoint = trainer.placement == "disjoint"
     path, width = config.actor_rollout_ref.model.path, rollout.tensor_model_parallel_size
-    fleets = [Fleet("engine", path, rollout.num_engines, width)]
+    with_ranks = range(trainer.nnodes)
+    alone = range(trainer.nnodes, trainer.nnodes + rollout.nnodes)
+    fleets = [Fleet("engine", path, rollout.num_engines, width, alone or with_ranks)]
     if own.served:
         knobs = own.rollout
-        fleets.append(Fleet("reward_server", own.model.path, knobs.num_engines, knobs.tensor_model_parallel_size))
+        served = Fleet("reward_server", own.model.path, knobs.num_engines, knobs.tensor_model_parallel_size, with_ranks)
+        fleets.append(served)
     rank_cores, fleet_cores = ((), [])
     if disjoint and on_cpu:
-        rank_cores, fleet_cores = _shared_out(trainer.n_gpus_per_node, fleets, cores)
-    taken = [trainer.n_gpus_per_node if disjoint else 0] * trainer.nnodes  # GPUs of each machine
+        ranks = [trainer.n_gpus_per_node] * trainer.nnodes + [0] * rollout.nnodes
+        rank_cores, fleet_cores = _shared_out(ranks, fleets, cores)
+    taken = [trainer.n_gpus_per_node if disjoint else 0] * trainer.nnodes + [0] * rollout.nnodes  # GPUs of each machine
     placed = []
     for fleet in fleets:
-        nodes, servers = fleet.nodes(trainer.nnodes), []
+        nodes, servers = fleet.nodes(), []
         for index, node in enumerate(nodes):
             first = taken[node] + (index - nodes.index(node)) * fleet.width
             servers.append(
@@ -90,13 +96,13 @@ def devices_per_node(config: RunConfig) -> int:
 
 
 def _shared_out(
-    ranks: int, fleets: Sequence[Fleet], machines: Sequence[Cores]
+    ranks_of: Sequence[int], fleets: Sequence[Fleet], machines: Sequence[Cores]
 ) -> tuple[tuple[Cores, ...], list[list[Cores]]]:
-    """Equally many for each of a machine's ``ranks`` and servers' workers, ranks first; what is left is nobody's."""
+    """Equally many for each of a machine's ranks and servers' workers, ranks first; what is left is nobody's."""
     of_ranks: list[Cores] = []
     of_fleets: list[list[Cores]] = [[] for _ in fleets]
-    for node, cores in enumerate(machines):
-        here = [fleet.nodes(len(machines)).count(node) for fleet in fleets]
+    for node, (ranks, cores) in enumerate(zip(ranks_of, machines, strict=True)):
+        here = [fleet.nodes().count(node) for fleet in fleets]
         workers = sum(number * fleet.width for number, fleet in zip(here, fleets, strict=True))
         each = len(cores) // (ranks + workers)
         if each == 0:

@@ -2,6 +2,7 @@
 
 import socket
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -65,9 +66,13 @@ def check_shared(run_dir: Path, ranks: Ranks) -> None:
     if ranks.rank == 0:
         proof.unlink()
     if blind:
-        reason = f"what rank 0 writes there does not appear on {', '.join(sorted(blind))}"
-        fix = "trainer.default_local_dir=<a folder on a file system that all machines share>"
-        raise ConfigError([Problem("trainer.default_local_dir", str(run_dir), reason, fix)])
+        raise not_shared(run_dir, sorted(blind))
+
+
+def not_shared(run_dir: Path, hosts: Sequence[str]) -> ConfigError:
+    reason = f"what rank 0 writes there does not appear on {', '.join(hosts)}"
+    fix = "trainer.default_local_dir=<a folder on a file system that all machines share>"
+    return ConfigError([Problem("trainer.default_local_dir", str(run_dir), reason, fix)])
 
 
 def leave_ranks() -> None:

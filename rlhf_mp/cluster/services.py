@@ -1,10 +1,10 @@
 """Everything that is not a rank: started by rank 0 through Ray, joined by the others, watched while the job runs.
 
-On several hosts rank 0 starts Ray's head and the first rank of every other host adds its host. So Ray lives and dies
-with the ranks there as on one host; its token and address travel over the ranks' own network, and no file holds them.
+On several hosts rank 0 starts Ray's head and the first rank of every other host adds its host; a host without ranks has
+a keeper for that (engine_machines.py). So Ray lives and dies with them as on one host; its token and address travel
+over the network where ranks meet, and no file holds them.
 """
 
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -16,8 +16,9 @@ from rlhf_mp.cluster import bootstrap
 from rlhf_mp.cluster.actors import DataFacts, SchedulerActor
 from rlhf_mp.cluster.client import RolloutClient
 from rlhf_mp.cluster.engine_host import EngineHost, engine_log
+from rlhf_mp.cluster.engine_machines import EngineMachines
 from rlhf_mp.cluster.engine_pool import News
-from rlhf_mp.cluster.launcher import RankInfo
+from rlhf_mp.cluster.launcher import RankInfo, visible_gpus
 from rlhf_mp.cluster.placement import Placement, on_host
 from rlhf_mp.cluster.ranks import Ranks
 from rlhf_mp.config.schema import RunConfig
@@ -37,6 +38,7 @@ class Here:
     info: RankInfo
     address: str  # of this host, for the others
     tmp: Path  # private to the job on this host
+    engine_machines: EngineMachines | None = None  # for rank 0, where there are some
 
 
 @dataclass(frozen=True)
@@ -55,14 +57,18 @@ class Services:
         """Collective. Engines are starting when it returns; ``addresses`` waits for them."""
         self.ranks = ranks
         self._owners: dict[Kind, dict[str, Any]] = {}  # actors, by the names of their servers
+        self._engine_machines = here.engine_machines
         self._node: Any = None  # Ray on this host, where it is a process of its own
         self._stopping = threading.Event()
         self.started = time.monotonic()
         self._logs = logs = logs.absolute()
         self._join_ray(here, logs)
-        visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-        nodes = ranks.gather((bootstrap.node_id(), here.address, visible))
+        nodes = ranks.gather((bootstrap.node_id(), here.address, visible_gpus()))
         self.hosts = [Host(*node) for node in nodes[:: config.trainer.n_gpus_per_node]]
+        if self._engine_machines:
+            machines = self._engine_machines.machines
+            names = bootstrap.node_ids([machine.address for machine in machines])
+            self.hosts += [Host(name, m.address, m.visible_gpus) for name, m in zip(names, machines, strict=True)]
         if ranks.rank == 0:
             self._create(config, placement, on_end)
         ranks.barrier()  # the scheduler has its name
@@ -76,6 +82,8 @@ class Services:
             token = bootstrap.new_token()
             bootstrap.authenticate(token)
             started = token, bootstrap.start_ray(here.tmp, visible)
+            if self._engine_machines:
+                self._engine_machines.invite(*started)
         token, address = self.ranks.broadcast(started)
         if self.ranks.rank == 0:
             return
@@ -146,6 +154,8 @@ class Services:
         if self.ranks.rank == 0:
             self._stopping.set()
             self._watch.join()  # a thread that used Ray after its shutdown would start a new cluster
+            if self._engine_machines:
+                self._engine_machines.dismiss()
         else:
             bootstrap.stop_ray()
         self.ranks.barrier()

@@ -160,6 +160,20 @@ def _engine_problems(config: RunConfig) -> Iterator[Problem]:
     rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
     tp, engines = rollout.tensor_model_parallel_size, rollout.num_engines
     colocated = trainer.placement == "colocated"
+    if rollout.nnodes and colocated:
+        yield Problem(
+            f"{ROLLOUT}.nnodes",
+            rollout.nnodes,
+            "trainer.placement=colocated has every engine on a machine of ranks",
+            f"trainer.placement=disjoint, or {ROLLOUT}.nnodes=0",
+        )
+    if engines < rollout.nnodes:
+        yield Problem(
+            f"{ROLLOUT}.num_engines",
+            engines,
+            f"a machine of the {rollout.nnodes} that are for engines would have none",
+            f"{ROLLOUT}.num_engines={rollout.nnodes}, or {ROLLOUT}.nnodes={engines}",
+        )
     if colocated and trainer.n_gpus_per_node % tp:
         yield Problem(
             f"{ROLLOUT}.tensor_model_parallel_size",
@@ -174,11 +188,12 @@ def _engine_problems(config: RunConfig) -> Iterator[Problem]:
             f"{engines} engines of {tp} GPU(s) cannot share {trainer.num_ranks} GPUs evenly",
             f"{ROLLOUT}.num_engines={trainer.num_ranks // tp}, or trainer.device=cpu where any number goes",
         )
-    if config.actor_rollout_ref.weight_sync.transport == "tensor" and trainer.nnodes > 1:
+    if config.actor_rollout_ref.weight_sync.transport == "tensor" and trainer.nnodes + rollout.nnodes > 1:
         yield Problem(
             f"{SYNC}.transport",
             "tensor",
-            f"shared memory ends at the machine, and trainer.nnodes = {trainer.nnodes}",
+            f"shared memory ends at the machine, and trainer.nnodes = {trainer.nnodes}, "
+            f"{ROLLOUT}.nnodes = {rollout.nnodes}",
             f"{SYNC}.transport=distributed",
         )
     if rollout.enforce_eager and rollout.cudagraph_capture_sizes:

@@ -20,7 +20,8 @@ def derive(config: RunConfig) -> None:
     if correction.method is None:
         correction.method = default_correction(config)
     if sync.transport is None:
-        shared = trainer.nnodes == 1 and (trainer.placement == "colocated" or trainer.device == "cpu")
+        one_machine = trainer.nnodes == 1 and not policy.rollout.nnodes
+        shared = one_machine and (trainer.placement == "colocated" or trainer.device == "cpu")
         sync.transport = "tensor" if shared else "distributed"
     if sync.canary_tolerance is None:
         exact = policy.model.dtype == policy.rollout.dtype == "float32"
@@ -94,4 +95,5 @@ def _derive_rollout(rollout: RolloutConfig, config: RunConfig) -> None:
         rollout.max_model_len = config.data.max_length
     if rollout.num_engines is None:
         # not a divisor: checks.py says so
-        rollout.num_engines = max(1, config.trainer.num_ranks // rollout.tensor_model_parallel_size)
+        gpus = (rollout.nnodes or config.trainer.nnodes) * config.trainer.n_gpus_per_node
+        rollout.num_engines = max(1, gpus // rollout.tensor_model_parallel_size)

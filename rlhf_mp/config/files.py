@@ -25,19 +25,29 @@ def file_problems(config: RunConfig, world_size: int | None) -> Iterator[Problem
     yield from data_problems(config)
     yield from checkpoint_problems(config)
     yield from allocator_problems(config)
-    if world_size is not None and world_size != config.trainer.num_ranks:
+    if world_size is not None and world_size != launched_processes(config):
         yield _wrong_rank_count(config, world_size)
+
+
+def launched_processes(config: RunConfig) -> int:
+    """How many a launcher starts: on every machine as many, those that have engines and no ranks included."""
+    return config.trainer.num_ranks + config.engine_machines * config.trainer.n_gpus_per_node
 
 
 def _wrong_rank_count(config: RunConfig, world_size: int) -> Problem:
     trainer = config.trainer
-    planned = f"trainer.nnodes * trainer.n_gpus_per_node = {trainer.num_ranks}"
+    machines, named = trainer.nnodes, "trainer.nnodes"
+    if config.engine_machines:
+        machines += config.engine_machines
+        named = "(trainer.nnodes + actor_rollout_ref.rollout.nnodes)"
+    planned = f"{named} * trainer.n_gpus_per_node = {launched_processes(config)}"
     launch = f"deepspeed --num_gpus {trainer.n_gpus_per_node} launch/train.py ..."
-    if trainer.nnodes > 1:
-        launch += f" on {trainer.nnodes} machines"
-    per_node, rest = divmod(world_size, trainer.nnodes)
+    if machines > 1:
+        launch += f" on {machines} machines"
+    per_node, rest = divmod(world_size, machines)
     override = f"trainer.n_gpus_per_node={per_node}"
-    if rest:
-        override = f"trainer.nnodes=1 trainer.n_gpus_per_node={world_size}"
+    if rest or not per_node:
+        alone = " actor_rollout_ref.rollout.nnodes=0" if config.engine_machines else ""
+        override = f"trainer.nnodes=1 trainer.n_gpus_per_node={world_size}{alone}"
     reason = f"the launcher started {world_size} rank(s), and {planned}"
     return Problem("trainer.n_gpus_per_node", trainer.n_gpus_per_node, reason, f"start it with {launch}, or {override}")

@@ -28,7 +28,14 @@ class RolloutConfig:
     reproducible: bool = knob(True, "seed every response by itself, so a resumed run samples the same tokens")
     dtype: Literal["float32", "bfloat16"] | None = knob(None, "of the engine's weights; unset: model.dtype")
     tensor_model_parallel_size: int = knob(1, "GPUs per engine", ge=1)
-    num_engines: int | None = knob(None, "SGLang servers; unset: ranks / tensor_model_parallel_size", ge=1)
+    num_engines: int | None = knob(
+        None,
+        "SGLang servers; unset: GPUs / tensor_model_parallel_size, of as many as train or as rollout.nnodes have",
+        ge=1,
+    )
+    nnodes: int = knob(
+        0, "machines that have engines and no ranks, beside trainer.nnodes; 0: engines are on the ranks' machines", ge=0
+    )
     gpu_memory_utilization: float = knob(0.5, "share of a GPU for weights and KV cache of the engine", gt=0, le=1)
     free_cache_engine: bool | None = knob(
         None, "engines give weights and KV cache back while the trainer works; unset: where they share its GPUs"

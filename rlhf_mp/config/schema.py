@@ -274,6 +274,11 @@ class RunConfig:
         return [actor] + [TrainedModel("critic", critic, "critic.model", critic.model)] * (critic.enable is True)
 
     @property
+    def engine_machines(self) -> int:
+        """Machines that have engines and no ranks; the last of the job."""
+        return self.actor_rollout_ref.rollout.nnodes if self.trainer.task == "rl" else 0
+
+    @property
     def updates_per_step(self) -> int:
         """Optimizer steps between two weight versions."""
         actor = self.actor_rollout_ref.actor

@@ -75,17 +75,21 @@ class Plan:
 
 
 def node_bytes(job: Job, moment: Moment) -> float:
-    """Host memory of one machine at one moment: all its ranks, its engines and the programs themselves."""
+    """Host memory of the machine that needs most at one moment: its ranks, its engines and the programs themselves."""
     ranks = min(job.layout.num_ranks, job.ranks_per_node)
     fleets = {role: fleet for role, fleet in _fleets(job).items() if fleet is not None}
     trainer = [term for term in moment.terms if term.role not in fleets]
-    programs = ranks * RANK_PROCESS + RAY_PROCESSES * (job.engine is not None)
-    servers = 0.0
+    ray = RAY_PROCESSES * (job.engine is not None)
+    with_ranks, alone = ranks * (total(trainer, on_host=True) + RANK_PROCESS) + ray, 0.0
     for role, fleet in fleets.items():
-        per_node = max(1.0, fleet.num_engines * ranks / job.layout.num_ranks)
-        servers += per_node * fleet.tp * total([term for term in moment.terms if term.role is role], on_host=True)
-        programs += per_node * ENGINE_PROCESSES
-    return ranks * total(trainer, on_host=True) + servers + programs
+        machines = fleet.own_machines or job.layout.num_ranks / ranks
+        each = fleet.tp * total([term for term in moment.terms if term.role is role], on_host=True) + ENGINE_PROCESSES
+        servers = max(1.0, fleet.num_engines / machines) * each
+        if fleet.own_machines:
+            alone = servers + ray
+        else:
+            with_ranks += servers
+    return max(with_ranks, alone)
 
 
 def _fleets(job: Job) -> dict[Role, Engine | None]:

@@ -5,7 +5,7 @@ from unittest.mock import patch
 
 import pytest
 
-from rlhf_mp.cluster.launcher import RankInfo, first_host, rank_environment, read_rank, tasks_per_node
+from rlhf_mp.cluster.launcher import RankInfo, first_host, leave_out, rank_environment, read_rank, tasks_per_node
 from rlhf_mp.errors import ConfigError
 
 DEEPSPEED = {
@@ -125,3 +125,25 @@ def test_slurms_task_counts(text, counts):
 )
 def test_the_first_host_of_a_compressed_list(nodelist, host):
     assert first_host(nodelist) == host
+
+
+def test_the_last_machines_may_be_left_out_of_the_ranks(environ):
+    """Eight processes on four machines; the last two have engines and no ranks."""
+    launched = [
+        {**TORCHRUN, "RANK": str(rank), "LOCAL_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": "2"} for rank in range(8)
+    ]
+    found = []
+    for variables in launched:
+        there = environ(variables)
+        found.append(leave_out(rank_environment(), engine_machines=2))
+        assert there["WORLD_SIZE"] == "4"
+    assert [info.trains for info in found] == [True] * 4 + [False] * 4
+    assert {(info.world_size, info.engine_machines) for info in found} == {(4, 2)}
+
+
+def test_one_machine_of_ranks_and_one_of_engines_are_several(environ):
+    environ({**TORCHRUN, "RANK": "0", "LOCAL_RANK": "0"})
+    info = rank_environment()
+    assert leave_out(info, engine_machines=0) == info
+    alone = leave_out(info, engine_machines=1)
+    assert alone.world_size == alone.local_world_size == 4 and alone.several_hosts

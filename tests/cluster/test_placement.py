@@ -132,6 +132,25 @@ def test_on_several_machines_each_shares_out_its_own():
     assert [server.cores for server in placement.servers] == [(2,), (3,), (8, 9)]
 
 
+def test_machines_for_engines_alone_have_them_from_gpu_0_and_no_rank():
+    placement = plans(4, 2, num_nodes=2, placement="disjoint", nnodes=2, num_engines=3)
+    assert [(server.node, server.gpus) for server in placement.servers] == [(2, (0, 1)), (2, (2, 3)), (3, (0, 1))]
+    assert placement.num_ranks == 8
+
+
+def test_on_cpu_each_kind_of_machine_shares_out_its_own_cores():
+    cores = [(0, 1), (2, 3, 4, 5), (6, 7, 8)]
+    placement = plans(2, 1, on_cpu=True, placement="disjoint", nnodes=2, num_engines=3, cores=cores)
+    assert placement.rank_cores == ((0,), (1,))
+    assert [(server.node, server.cores) for server in placement.servers] == [(1, (2, 3)), (1, (4, 5)), (2, (6, 7, 8))]
+
+
+def test_reward_servers_stay_with_the_ranks():
+    placement = served(4, 2, placement="disjoint", nnodes=1, num_engines=2)
+    assert [(s.node, s.gpus) for s in placement.servers] == [(1, (0, 1)), (1, (2, 3))]
+    assert [(s.node, s.gpus) for s in placement.reward_servers] == [(0, (4,)), (0, (5,))]
+
+
 def served(*words, **options):
     return plans(*words, reward_model={"num_engines": 2, "tensor_model_parallel_size": 1}, **options)
 

@@ -273,3 +273,13 @@ def test_another_number_of_ranks_than_planned_can_be_mended_both_ways(run, nnode
     assert "deepspeed --num_gpus 2 launch/train.py" in problem.fix
     assert override in problem.fix
     assert run.problems(*words, world_size=2 * nnodes) == []
+
+
+def test_machines_with_engines_alone_are_launched_like_the_others(run):
+    words = ["trainer.n_gpus_per_node=2", "trainer.placement=disjoint", "actor_rollout_ref.rollout.nnodes=1"]
+    assert run.problems(*words, world_size=4) == []
+    (problem,) = run.problems(*words, world_size=2)
+    assert "(trainer.nnodes + actor_rollout_ref.rollout.nnodes) * trainer.n_gpus_per_node = 4" in problem.reason
+    assert "on 2 machines, or trainer.n_gpus_per_node=1" in problem.fix
+    (problem,) = run.problems(*words, world_size=1)
+    assert "trainer.n_gpus_per_node=1 actor_rollout_ref.rollout.nnodes=0" in problem.fix

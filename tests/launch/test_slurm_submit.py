@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_mp.config.allocation import read_allocated
 from rlhf_mp.config.load import load_config
 from rlhf_mp.errors import ConfigError
 from rlhf_mp.planner.amount import GIB
@@ -31,6 +32,22 @@ def test_nodes_tasks_and_gpus_follow_the_config_and_its_overrides():
     asked = command("trainer.n_gpus_per_node=4", "trainer.nnodes=1", "--nodes", "2")
     assert (asked["--nodes"], asked["--ntasks-per-node"], asked["--gpus-per-node"]) == ("2", "4", "4")
     assert asked["rest"] == f"--config {CONFIG} trainer.n_gpus_per_node=4 trainer.nnodes=1"  # the allocation decides
+
+
+ENGINES_ALONE = ["trainer.placement=disjoint", "actor_rollout_ref.rollout.nnodes=1"]
+
+
+def test_nodes_for_engines_alone_are_asked_for_too():
+    assert command("trainer.nnodes=1", *ENGINES_ALONE)["--nodes"] == "2"
+    asked = command("--nodes", "3", *ENGINES_ALONE)
+    assert (asked["--nodes"], asked["--ntasks-per-node"], asked["--gpus-per-node"]) == ("3", "8", "8")
+
+
+def test_ranks_have_the_nodes_that_engines_leave(capsys):
+    config = read_allocated(CONFIG, ENGINES_ALONE, 3)[0]
+    assert config.trainer.nnodes == 2 and config.actor_rollout_ref.rollout.num_engines == 4  # of 2 GPUs
+    assert SUBMIT["main"](["--config", str(CONFIG), "--nodes", "1", "--dry-run", *ENGINES_ALONE]) == 2
+    assert "the job has 1 machine(s), and none is left for ranks" in capsys.readouterr().err
 
 
 def test_memory_is_the_plans_with_room_and_shrinks_with_more_nodes():

@@ -23,7 +23,7 @@ from rlhf_mp.planner.job import (
     ZeroLayout,
 )
 from rlhf_mp.planner.known_models import find_model
-from rlhf_mp.planner.plan import ENGINE_PROCESSES, make_plan
+from rlhf_mp.planner.plan import ENGINE_PROCESSES, RANK_PROCESS, RAY_PROCESSES, make_plan
 from rlhf_mp.planner.report import as_json, describe, explain
 from rlhf_mp.planner.term import Component, Role
 
@@ -298,3 +298,15 @@ def test_a_larger_card_never_refuses_what_a_smaller_one_takes(name):
 
 def test_bfloat16_states_are_two_bytes_lighter_than_with_float32_gradients():
     assert BF16_FP32_GRADS.total - BF16.total == 2
+
+
+def test_engines_on_machines_of_their_own_take_nothing_of_the_ranks():
+    engine = Engine(max_cache_tokens=5000, num_engines=6, own_machines=2)
+    plan = make_plan(replace(JOBS["cpu"], layout=ZeroLayout(1), ranks_per_node=1, engine=engine))
+
+    def held(moment, is_engine: bool) -> float:
+        return sum(term.bytes for term in moment.terms if (term.role is Role.engine) is is_engine)
+
+    of_ranks = max(held(moment, False) for moment in plan.moments) + RANK_PROCESS
+    of_engines = 3 * (max(held(moment, True) for moment in plan.moments) + ENGINE_PROCESSES)
+    assert plan.host_per_node == pytest.approx(max(of_ranks, of_engines) + RAY_PROCESSES)
