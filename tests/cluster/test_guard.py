@@ -3,18 +3,15 @@
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
 import pytest
 
 from rlhf_mp.cluster.first_failure import claim, tail, wait_until
-from rlhf_mp.cluster.guard import register
 from rlhf_mp.cluster.processes import belonging_to, start_time, stat
 from rlhf_mp.cluster.watch import Ending
 
@@ -23,7 +20,7 @@ SHM = Path("/dev/shm")
 FOREVER = [sys.executable, "-S", "-c", "import time; time.sleep(300)"]
 
 RANK = """
-import os, signal, subprocess, sys, time
+import os, signal, subprocess, sys, threading, time
 from pathlib import Path
 from rlhf_mp.cluster.guard import start_guard
 
@@ -185,25 +182,6 @@ def test_only_rank_0_speaks_on_the_terminal_and_each_has_its_log(new_job):
     assert job.terminal() == "child of 0\nrank 0\n"
 
 
-def test_a_rank_registers_while_the_guard_of_one_that_has_ended_removes_the_folder():
-    job, stop = f"test{os.getpid()}", threading.Event()
-    tmp = Path(f"/tmp/rlhf_mp_{job}")
-
-    def remove():
-        while not stop.is_set():
-            shutil.rmtree(tmp, ignore_errors=True)
-
-    remover = threading.Thread(target=remove)
-    remover.start()
-    try:
-        for number in range(300):
-            assert register(job, f"{number}.1.1") == tmp
-    finally:
-        stop.set()
-        remover.join()
-        shutil.rmtree(tmp, ignore_errors=True)
-
-
 def test_when_one_rank_is_killed_the_others_are_ended_and_only_it_is_reported(new_job):
     job = new_job(num_ranks=2)
     stubborn = job.start("signal.signal(signal.SIGTERM, signal.SIG_IGN); announce(); time.sleep(300)")
@@ -267,7 +245,6 @@ sys.exit(1)""")
 def test_a_witnessed_death_is_said_before_the_errors_that_follow_from_it(new_job):
     job = new_job()
     job.start("""
-import threading
 announce()
 follows = threading.Thread(target=guard.report, args=("rank 0", "connection lost"))
 follows.start()
