@@ -28,6 +28,7 @@ def run_logged(command: list[str], log: Path, processes: int, look: Callable[[],
     threads = max(1, len(os.sched_getaffinity(0)) // processes)
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]  # scripts import this package
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": os.pathsep.join(paths)}
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # of `timeout`, `kill` or Slurm: like Ctrl-C
     with log.open("wb") as file:
         # a session of its own: signals to a launcher's pid would leave its ranks running
         process = subprocess.Popen(command, stdout=file, stderr=file, env=environment, start_new_session=True)
@@ -41,6 +42,8 @@ def run_logged(command: list[str], log: Path, processes: int, look: Callable[[],
             os.killpg(process.pid, signal.SIGTERM)
             process.wait(SHUTDOWN_S)
             raise
+        finally:
+            signal.signal(signal.SIGTERM, before)
     if code != 0:
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-LOG_TAIL:])
         raise RuntimeError(f"{' '.join(command)} ended with {code}; the end of {log}:\n{tail}")
