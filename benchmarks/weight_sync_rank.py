@@ -35,6 +35,7 @@ from rlhf_mp.weights.tensor import TensorTransport
 CPU = torch.device("cpu")
 BUCKET_BYTES = 256 * 10**6
 STARTUP_S, CALL_S = 400, 400
+STAGES = ("gather_s", "wait_s", "verify_s")  # of the sending rank, one after the other
 
 
 def main(case_text: str, out: str) -> None:
@@ -122,8 +123,8 @@ def swap(sync: WeightSync, trainer: TrainEngine, version: int, ranks: Ranks) -> 
     seconds = time.perf_counter() - start
     if not metrics:
         return {"seconds": seconds}
-    value = {name: metrics[f"sync/{name}"][0] for name in ("bytes", "gather_s", "wait_s", "verify_s")}
-    rest = seconds - sum(value[name] for name in ("gather_s", "wait_s", "verify_s"))
+    value = {name: metrics[f"sync/{name}"][0] for name in ("bytes", *STAGES, "engine_verify_s")}
+    rest = seconds - sum(value[name] for name in STAGES)
     return {"seconds": seconds, **value, "other_s": rest, "gb_per_s": value["bytes"] / seconds / 1e9}
 
 

@@ -49,6 +49,8 @@ def _beside(config: RunConfig) -> str:
     if config.trainer.placement == "colocated":
         return "by turns with the ranks"
     what = "cores" if config.trainer.device == "cpu" else "GPUs"
+    if config.engine_machines:
+        what = f"{config.engine_machines} machine(s)"
     return f"on {what} of their own, at most {config.actor_rollout_ref.rollout.max_staleness} version(s) behind"
 
 
