@@ -20,7 +20,7 @@ GB are 10^9 bytes, GiB 2^30. Exit code 1: it does not fit; 2: the question has p
 import argparse
 import json
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from rlhf_mp.errors import ConfigError
@@ -31,7 +31,6 @@ from rlhf_mp.planner.hardware import find_gpu
 from rlhf_mp.planner.instances import describe_instances
 from rlhf_mp.planner.job import OPTIMIZER_MOMENTS, Workload
 from rlhf_mp.planner.known_models import find_model
-from rlhf_mp.planner.plan import Plan
 from rlhf_mp.planner.report import as_json, describe, explain
 from rlhf_mp.planner.search import Question, search
 from rlhf_mp.planner.search_report import describe_search, search_json
@@ -76,7 +75,7 @@ def main(argv: list[str]) -> int:
     args = parse_args(argv)
     try:
         if args.config:
-            return show_plan(config_plan(args), args)
+            return show_plan(args)
         if args.model:
             return show_search(args)
         if args.what_fits:
@@ -89,8 +88,9 @@ def main(argv: list[str]) -> int:
     return BAD_QUESTION
 
 
-def config_plan(args: argparse.Namespace) -> Plan:
+def show_plan(args: argparse.Namespace) -> int:
     from rlhf_mp.config.load import load_config  # needs omegaconf; the other questions need only Python
+    from rlhf_mp.planner.disk import describe_disk, disk_plan
     from rlhf_mp.planner.preflight import plan_of, this_machine
 
     config = load_config(args.config, args.overrides)
@@ -99,14 +99,12 @@ def config_plan(args: argparse.Namespace) -> Plan:
         machine = replace(machine, gpu=find_gpu(args.gpu), host_memory=args.host_memory)
     elif args.host_memory:
         machine = replace(machine, host_memory=args.host_memory)
-    return plan_of(config, machine)
-
-
-def show_plan(plan: Plan, args: argparse.Namespace) -> int:
+    plan = plan_of(config, machine)
     if args.json:
-        print(json.dumps(as_json(plan), indent=2))
+        print(json.dumps(as_json(plan) | {"disk": asdict(disk_plan(config, plan.job))}, indent=2))
     else:
         print(explain(plan) if args.explain else describe(plan))
+        print(describe_disk(config, plan.job))
     if args.plot:
         draw(plan, args.plot)
     return FITS if plan.fits else DOES_NOT_FIT

@@ -21,6 +21,7 @@ from rlhf_mp.config.load import read_config
 from rlhf_mp.config.summary import describe_run
 from rlhf_mp.config.yaml_file import read_layers
 from rlhf_mp.errors import Absent, ConfigError
+from rlhf_mp.planner.disk import describe_disk
 from rlhf_mp.planner.preflight import plan_of
 from rlhf_mp.planner.report import describe
 from rlhf_mp.prepare import prepare, rank_here, tell
@@ -48,7 +49,9 @@ def check(path: Path, overrides: list[str]) -> str:
         raise ConfigError([*problems, *files])
     absent = "".join(f"- {problem}\n" for problem in files)
     parts = [f"# not on this machine, and needed to start\n{absent}"] if absent else []
-    return "\n".join([*parts, f"# memory\n{describe(plan_of(config))}\n", describe_run(config)])
+    plan = plan_of(config)
+    memory = f"# memory\n{describe(plan)}\n{describe_disk(config, plan.job)}\n"
+    return "\n".join([*parts, memory, describe_run(config)])
 
 
 def main(argv: list[str]) -> int:

@@ -164,7 +164,7 @@ class _Step:
         if job.critic:
             terms += model_states(Role.critic, job.critic, job.of_critic, job.critic.num_params_scalar_head)
         if job.saves_in_background:
-            terms += _checkpoint_copies(job)
+            terms += checkpoint_copies(job)
         frozen = amount(job.precision.weights, "bytes")
         own_reference = job.reference and job.adapter is None  # under an adapter it is the actor's base
         if own_reference and isinstance(job.layout, MegatronLayout):
@@ -245,8 +245,8 @@ class _Step:
         )
 
 
-def _checkpoint_copies(job: Job) -> list[Term]:
-    """Of every trained model, and of an adapter alone where only that is trained."""
+def checkpoint_copies(job: Job) -> list[Term]:
+    """What a rank writes of every trained model, and of an adapter alone where only that is trained."""
     models = [(Role.actor, job.model, job, job.num_actor_params)]
     if job.critic:
         models.append((Role.critic, job.critic, job.of_critic, job.critic.num_params_scalar_head))

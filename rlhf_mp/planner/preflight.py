@@ -16,6 +16,7 @@ from rlhf_mp.config.task_checks import sequences_per_example
 from rlhf_mp.errors import ConfigError, Problem
 from rlhf_mp.planner import job as planned
 from rlhf_mp.planner.amount import MIB
+from rlhf_mp.planner.disk import disk_problems
 from rlhf_mp.planner.hardware import Gpu, recognise_gpu
 from rlhf_mp.planner.known_models import find_model
 from rlhf_mp.planner.nearest_fit import chunk_tokens, nearest_fit
@@ -261,13 +262,19 @@ def plan_of(config: RunConfig, machine: Machine | None = None) -> Plan:
 
 
 def plan_problems(config: RunConfig, machine: Machine | None = None) -> Iterator[Problem]:
-    """Why a run cannot fit: by how much, which component, and the nearest plan that does."""
+    """Why a run cannot fit: by how much, which component, and the nearest plan that does.
+
+    Args:
+        machine: where it runs; None: here, where its disk is judged too.
+    """
     try:
         job = job_of(config, machine or this_machine(config))
     except ConfigError as error:
         for problem in error.problems:
             yield replace(problem, fix=f"{problem.fix}; or {SKIP_KEY}=true to run without a plan")
         return
+    if machine is None:  # another may have another disk
+        yield from disk_problems(config, job)
     plan = make_plan(job)
     if plan.fits:
         return

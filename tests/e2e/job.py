@@ -11,11 +11,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
+import pytest
 
+from rlhf_mp.checkpoint import newest_first
 from rlhf_mp.cluster.first_failure import wait_until
 from rlhf_mp.cluster.guard import BOOT
 from rlhf_mp.cluster.processes import belonging_to, is_alive, start_time
+from rlhf_mp.config.load import load_config
 from rlhf_mp.observe.sinks import read_jsonl
+from rlhf_mp.planner.disk import disk_plan
+from rlhf_mp.planner.preflight import Machine, job_of
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -177,6 +182,17 @@ class Job:
 
     def _own_prefixes(self) -> tuple[str, ...]:
         return (*(f"torch_{pid}_" for pid in self._processes), *(guard["buffers"] for guard in self.guards.values()))
+
+    def assert_disk_as_planned(self) -> None:
+        """Its newest checkpoint and its export, without the small files: scripts, manifests, random states."""
+
+        def weight(folder: Path) -> int:
+            return sum(file.stat().st_size for file in folder.rglob("*") if file.stat().st_size > 50_000)
+
+        config = load_config(self.run_dir / "config.yaml")
+        planned = disk_plan(config, job_of(config, Machine(None, None)))
+        assert weight(newest_first(self.run_dir)[0]) == pytest.approx(planned.checkpoint, rel=0.05)
+        assert weight(self.run_dir / "huggingface") == pytest.approx(planned.export, rel=0.05)
 
     def assert_nothing_left(self, seconds: float = 30) -> None:
         assert self.guards, "no guard was ever seen"

@@ -74,3 +74,8 @@ def test_the_exported_checkpoint_is_the_same_model(jobs):
     torch, megatron = (load_file(*(job.run_dir / "huggingface").glob("model*.safetensors")) for job in jobs)
     assert torch.keys() == megatron.keys()
     assert max((torch[name] - megatron[name]).abs().max().item() for name in torch) < 1e-4
+
+
+def test_checkpoints_and_exports_take_the_disk_that_was_planned(jobs):
+    for job in jobs:
+        job.assert_disk_as_planned()

@@ -124,6 +124,10 @@ def test_prompts_are_tokenised_once_for_all_starts(job):
     assert len([*(job.run_dir / "prompts").glob("*/facts.json")]) == 2  # training, validation
 
 
+def test_checkpoint_and_export_take_the_disk_that_was_planned(job):
+    job.assert_disk_as_planned()
+
+
 def test_only_as_many_checkpoints_as_wanted_stay(job):
     assert [folder.name for folder in (job.run_dir / "checkpoints").iterdir()] == ["global_step_000002"]
 
