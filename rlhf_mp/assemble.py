@@ -4,7 +4,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -34,6 +34,7 @@ from rlhf_mp.observe.reduce import reduce_over_ranks
 from rlhf_mp.observe.rollout_page import Decode
 from rlhf_mp.observe.rollout_sink import RolloutPageSink
 from rlhf_mp.observe.sinks import JsonlSink, Sink, TensorBoardSink, WandbSink
+from rlhf_mp.observe.timeline import Timeline
 from rlhf_mp.observe.watchdog import watch
 from rlhf_mp.phase import Phase
 from rlhf_mp.planner.levers import levers_off
@@ -69,6 +70,7 @@ class Job:
     guard: Guard
     stop_request: StopRequest
     on_hang: Callable[[str], None]  # says why, and ends this process
+    timeline: Timeline = field(default_factory=Timeline)
 
 
 def make_trainer(job: Job) -> Trainer:
@@ -104,6 +106,7 @@ def make_trainer(job: Job) -> Trainer:
         checkpoints=make_checkpoints(job, trained),
         log=MetricLog([], reduce_over_ranks),
         watch=lambda phase: watched(job, phase, around),
+        span=job.timeline.span,
         memory=metrics,
         has_validation=facts.num_validation > 0,
         reward_model=reward_model,
@@ -166,7 +169,8 @@ def make_observers(job: Job, models: Mapping[Role, Scorer]) -> tuple[list[Around
     def metrics() -> dict[str, float]:
         return {name: value for observer in observers for name, value in observer.metrics().items()}
 
-    return [observer.during for observer in observers] + [cache.during], metrics
+    inside = [observer.during for observer in observers] + [cache.during]
+    return [lambda phase: job.timeline.span(phase.value), *inside], metrics
 
 
 def make_footprint(job: Job, models: Mapping[Role, Scorer]) -> Footprint | None:

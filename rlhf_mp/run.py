@@ -136,6 +136,7 @@ def started(config: RunConfig, info: RankInfo, guard: Guard) -> Iterator[tuple["
     from rlhf_mp.cluster.ranks import Ranks, check_shared, leave_ranks
     from rlhf_mp.cluster.services import Here
     from rlhf_mp.cluster.stop_request import StopRequest
+    from rlhf_mp.observe.timeline import make_timeline
     from rlhf_mp.train.build import join_ranks
     from rlhf_mp.train.compiler_locks import build_root, remove_abandoned_locks
     from rlhf_mp.train.cuda_allocator import limit_share
@@ -166,6 +167,7 @@ def started(config: RunConfig, info: RankInfo, guard: Guard) -> Iterator[tuple["
         guard=guard,
         stop_request=StopRequest(guard.run_dir, info.rank == 0, ranks.broadcast),
         on_hang=lambda message: leave(guard, EXIT_FAILED, f"rank {info.rank}", message, guard.log),
+        timeline=make_timeline(config, guard.run_dir, f"rank {info.rank}", info.rank + 1),
     )
     yield job, make_trainer(job) if samples else make_supervised_trainer(job)
     if services is not None:
@@ -218,6 +220,7 @@ def finish(config: RunConfig, run_dir: Path, best: "Best | None") -> None:
     from rlhf_mp.observe.plan_check import table
     from rlhf_mp.observe.sinks import read_jsonl
     from rlhf_mp.observe.summary import before_after_table, write_summary
+    from rlhf_mp.observe.timeline import put_together
 
     paths = {"summary": str(run_dir / "summary.json"), "metrics": str(run_dir / "metrics.jsonl")}
     if "tensorboard" in config.trainer.logger:
@@ -228,6 +231,8 @@ def finish(config: RunConfig, run_dir: Path, best: "Best | None") -> None:
         paths["best checkpoint"] = str(checkpoint.folder_of(run_dir, best.step))
     if (run_dir / "rollouts").is_dir():
         paths["rollouts"] = str(run_dir / "rollouts")
+    if timeline := put_together(run_dir):
+        paths["timeline"] = str(timeline)
     if config.trainer.save_hf != "never":
         paths["hf"] = str(run_dir / "huggingface")
         if config.critic.enable:

@@ -21,6 +21,7 @@ from rlhf_mp.data.types import Share
 from rlhf_mp.environments.registered import environment_maker
 from rlhf_mp.errors import ConfigError, Problem
 from rlhf_mp.models.hf import PreTrainedTokenizerBase, load_tokenizer, stop_token_ids
+from rlhf_mp.observe.timeline import Timeline, make_timeline
 from rlhf_mp.rewards.base import Setting
 from rlhf_mp.rewards.registered import make_reward
 from rlhf_mp.rollout.episodes import Episodes
@@ -78,9 +79,13 @@ def rules_of(config: RunConfig) -> Rules:
     return Rules(config.trainer.max_engine_restarts, rollout.health_check_interval_s, rollout.health_check_timeout_s)
 
 
-def make_pool(config: RunConfig) -> EnginePool:
-    rollout = config.actor_rollout_ref.rollout
-    return EnginePool(rules_of(config), lambda name, address: SGLangClient(name, address, rollout.request_timeout_s))
+def make_pool(config: RunConfig, timeline: Timeline) -> EnginePool:
+    timeout_s = config.actor_rollout_ref.rollout.request_timeout_s
+    return EnginePool(
+        rules_of(config),
+        lambda name, address: SGLangClient(name, address, timeout_s),
+        lambda name, responses: timeline.level(f"{name}: responses", responses),
+    )
 
 
 def make_reward_pool(config: RunConfig, news: asyncio.Queue[News]) -> RewardPool | None:
@@ -111,8 +116,9 @@ class SchedulerActor:
         stop_ids = stop_token_ids(model.path, tokenizer, trust_remote_code=model.trust_remote_code)
         order = make_order(train.facts.sizes, train.curriculum, data)
         sampler = Sampler(tokenizer, reward, make_episodes(config, tokenizer, stop_ids))
-        self.scheduler = RolloutScheduler(config, sampler, reward, train, order, validation, stop_ids)
-        self.pool = make_pool(config)
+        timeline = make_timeline(config, log_file.parents[1], "scheduler", 0)
+        self.scheduler = RolloutScheduler(config, sampler, reward, train, order, validation, stop_ids, timeline)
+        self.pool = make_pool(config, timeline)
         self.reward_pool = make_reward_pool(config, self.pool.news)
         sampler.connect(self.pool, self.reward_pool)
         self.answers = Answers(self.pool.swap_needed)

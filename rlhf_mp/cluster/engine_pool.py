@@ -111,8 +111,17 @@ class EnginePool:
     kind: Kind = "engine"
     is_back = "; a swap must bring it the weights"
 
-    def __init__(self, rules: Rules, connect: Callable[[str, Address], Client]):
-        self.rules, self._connect = rules, connect
+    def __init__(
+        self,
+        rules: Rules,
+        connect: Callable[[str, Address], Client],
+        in_flight: Callable[[str, int], object] = lambda name, responses: None,
+    ):
+        """
+        Args:
+            in_flight: told of every change, an engine's name and the responses that it works on.
+        """
+        self.rules, self._connect, self._in_flight = rules, connect, in_flight
         self.members: list[Member] = []
         self.news: asyncio.Queue[News] = asyncio.Queue()
         self.failure: EngineError | None = None  # an engine is lost for good
@@ -138,14 +147,18 @@ class EnginePool:
         while True:
             member = await self._least_loaded()
             start = member.start
-            member.in_flight += num_responses
+            self._count(member, num_responses)
             try:
                 return await self._unless_lost(member, work(self._handle(member)))
             except EngineLost as loss:
                 self.lost(member.index, start, loss.reason)
                 self._counts["resampled_groups"] += 1
             finally:
-                member.in_flight -= num_responses
+                self._count(member, -num_responses)
+
+    def _count(self, member: Member, more: int) -> None:
+        member.in_flight += more
+        self._in_flight(member.name, member.in_flight)
 
     def _handle(self, member: Member) -> RolloutEngine:
         """What ``work`` gets of a live one."""

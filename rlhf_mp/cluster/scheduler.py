@@ -16,6 +16,7 @@ from rlhf_mp.data.order import Order
 from rlhf_mp.data.partition import Cut, Cuts, plan_step
 from rlhf_mp.data.prompts import Prompt
 from rlhf_mp.data.types import SampleText, Share, Sums, TokenTrace, Trajectory
+from rlhf_mp.observe.timeline import Timeline
 from rlhf_mp.rewards.vote import vote
 from rlhf_mp.rewards.weighted import WeightedReward
 from rlhf_mp.rollout.base import SamplingParams
@@ -98,13 +99,14 @@ class RolloutScheduler:
         order: Order,
         validation: Mapping[str, Sequence[Prompt]],
         stop_token_ids: Sequence[int],
+        timeline: Timeline | None = None,
     ):
         """
         Args:
             order: which of ``train`` each step uses.
             validation: the prompts of each validation file, by its name.
         """
-        self.config, self.sampler, self.reward = config, sampler, reward
+        self.config, self.sampler, self.reward, self.timeline = config, sampler, reward, timeline or Timeline()
         self.train, self.validation, self.stop_token_ids = train, validation, stop_token_ids
         self.feed, self.clock = PromptFeed(order, config.actor_rollout_ref.rollout.max_staleness), QueueClock()
         self.needs_baselines = checked_estimator(config)[1].greedy_baseline
@@ -188,7 +190,7 @@ class RolloutScheduler:
     async def _sample(self, step: int, given: Sequence[Prompt] | None = None) -> list[Share]:
         async with self._published:
             await self._published.wait_for(lambda: self.version >= max(0, step - self.max_staleness))
-        with self.clock.sampling():
+        with self.clock.sampling(), self.timeline.overlapping(f"sampling for step {step + 1}"):
             return await self._sample_now(step, given)
 
     async def _sample_now(self, step: int, given: Sequence[Prompt] | None) -> list[Share]:

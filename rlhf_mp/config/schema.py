@@ -228,6 +228,7 @@ class TrainerConfig:
     per_process_memory_fraction: float | None = knob(
         None, "of a GPU: more than this share for a rank's tensors is out of memory; unset: all of it", gt=0, le=1
     )
+    timeline: bool = knob(False, "write timeline.json, what ranks and engines did when, for ui.perfetto.dev")
     memory_snapshot_on_oom: bool = knob(
         False, "remember a GPU's allocations, and write logs/memory_rank_*.pickle where they end in out of memory"
     )

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -50,6 +50,7 @@ class Loop(ABC):
     checkpoints: Checkpoints
     log: MetricLog
     watch: Callable[[Phase], AbstractContextManager[None]]  # a phase that hangs is reported
+    span: Callable[[str], AbstractContextManager[None]] = nullcontext  # a name in the timeline
     memory: Callable[[], Mapping[str, float]] = peak_memory
     packed: bool = False  # engines leave out the padding of micro-batches
     counts: bool = True  # False where another rank holds the same data, as a part of the same model
@@ -94,14 +95,15 @@ class Loop(ABC):
         self.publish()
         self.log.start()
         if self.step == 0 and self.schedule.val_before_train:
-            self.improves(self.evaluate())
+            self.improves(self._validated())
         while not self.finished:
-            self.train_step()
-            self.end_step()
+            with self.span(f"step {self.step + 1}"):
+                self.train_step()
+                self.end_step()
             if not self.finished and self.stop_requested():
                 self.save(wait=True)
                 return
-            metrics = self.evaluate() if self.schedule.due(self.schedule.test_freq, self.step) else {}
+            metrics = self._validated() if self.schedule.due(self.schedule.test_freq, self.step) else {}
             due = self.improves(metrics) or self.schedule.due(self.schedule.save_freq, self.step)
             began = perf_counter()
             if due:
@@ -126,11 +128,16 @@ class Loop(ABC):
             self.updates.give_up(self.step)
         return metrics
 
+    def _validated(self) -> dict[str, float]:
+        with self.span("validation"):
+            return self.evaluate()
+
     def save(self, *, wait: bool) -> None:
         """Collective. A checkpoint of this moment; where it is written in the background, whole only after ``wait``."""
-        self.checkpoints.save(self)
-        if wait:
-            self.checkpoints.settle(wait=True)
+        with self.span("checkpoint"):
+            self.checkpoints.save(self)
+            if wait:
+                self.checkpoints.settle(wait=True)
 
     def update(self, name: str, batch: TokenBatch, minibatches: list[MiniBatch], loss_fn: LossFn, prefix: str) -> Sums:
         """One optimizer step of a trained model for each mini-batch. Returns the engine's metrics."""

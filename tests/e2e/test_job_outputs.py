@@ -1,6 +1,7 @@
 """What a short run leaves behind, over the transports that are not the default, and that others can use its model."""
 
 import asyncio
+import json
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from rlhf_mp.rollout.sglang_server import ServerPlan, SGLangServer
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 SHORT = [
+    "trainer.timeline=true",
     "trainer.total_training_steps=2",
     "trainer.test_freq=1",
     "trainer.save_freq=1",
@@ -122,6 +124,23 @@ def test_every_validation_leaves_a_page_of_its_rollouts(job):
 
 def test_prompts_are_tokenised_once_for_all_starts(job):
     assert len([*(job.run_dir / "prompts").glob("*/facts.json")]) == 2  # training, validation
+
+
+def test_the_timeline_has_every_process_and_adds_up_to_the_metrics(distributed):
+    events = json.loads((distributed.run_dir / "timeline.json").read_text())["traceEvents"]
+    names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    assert sorted(names) == ["rank 0", "rank 1", "scheduler"]
+    spans = [event for event in events if event["ph"] == "X" and event["pid"] == 1]
+    steps = [span for span in spans if span["name"].startswith("step ")]
+    assert [span["name"] for span in steps] == ["step 1", "step 2"]
+    assert {"rollout", "score", "train", "sync", "validation", "checkpoint"} <= {span["name"] for span in spans}
+    for step, (number, metrics) in zip(steps, distributed.steps().items(), strict=True):
+        inside = [s for s in spans if step["ts"] < s["ts"] < step["ts"] + step["dur"] and s["name"] == "train"]
+        assert sum(span["dur"] for span in inside) / 1e6 == pytest.approx(metrics["time/train_s"], rel=0.1, abs=0.05), (
+            number
+        )
+    responses = [event["args"]["value"] for event in events if event["name"] == "engine 0: responses"]
+    assert max(responses) > 0 and responses[-1] == 0
 
 
 def test_checkpoint_and_export_take_the_disk_that_was_planned(job):
