@@ -139,7 +139,7 @@ def test_the_timeline_has_every_process_and_adds_up_to_the_metrics(distributed):
         assert sum(span["dur"] for span in inside) / 1e6 == pytest.approx(metrics["time/train_s"], rel=0.1, abs=0.05), (
             number
         )
-    responses = [event["args"]["value"] for event in events if event["name"] == "engine 0: responses"]
+    responses = [event["args"]["value"] for event in events if event["name"] == "SGLang engine 0: responses"]
     assert max(responses) > 0 and responses[-1] == 0
 
 
