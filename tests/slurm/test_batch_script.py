@@ -20,7 +20,7 @@ def test_one_task_a_rank_on_as_many_nodes_as_allocated(sbatch, nodes, tasks):
     job = sbatch(f"trainer.n_gpus_per_node={tasks}", nodes=nodes, **per_node)
     for rank, said in enumerate(job.wait_ready(num_ranks=size)):
         node, local = divmod(rank, tasks)
-        expected = f"n{node + 1} RankInfo(rank={rank}, local_rank={local}, world_size={size}, local_world_size={tasks})"
+        expected = f"n{node + 1} RankInfo(rank={rank}, local_rank={local}, world_size={size}, local_world_size={tasks},"
         assert said.startswith(expected)
         job.end(rank, 0)
     assert job.wait()["JobState"] == "COMPLETED"
