@@ -1,10 +1,13 @@
 """One host per SGLang server: the actor that owns it, and the same as the scheduler sees it."""
 
 import asyncio
+import os
 from pathlib import Path
 from typing import Any
 
 from rlhf_mp.cluster.bootstrap import ActorGone, awaited
+from rlhf_mp.cluster.processes import belonging_to
+from rlhf_mp.cluster.shared_memory import note_files
 from rlhf_mp.config.schema import RolloutConfig, RunConfig
 from rlhf_mp.errors import EngineError, EngineLost
 from rlhf_mp.rollout.reward_server import reward_server_knobs
@@ -54,6 +57,8 @@ class EngineHost:
                 if not left or PORT_TAKEN not in self.server.log_tail():
                     raise
                 await self._start_again()
+        if tmp := os.environ.get("RLHF_MP_TMP"):  # a guard, which looks now and then, may come too late
+            note_files(Path(tmp), belonging_to(f"RLHF_MP_JOB={os.environ['RLHF_MP_JOB']}", set()))
         return self.server.address
 
     async def _start_again(self) -> None:

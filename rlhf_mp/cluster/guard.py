@@ -22,6 +22,7 @@ from typing import TextIO
 from rlhf_mp.cluster.alert import send_alert
 from rlhf_mp.cluster.first_failure import FIRST_FAILURE, claim, claimed_meanwhile, failure_text
 from rlhf_mp.cluster.processes import find_launchers, start_time
+from rlhf_mp.cluster.shared_memory import NOTED
 from rlhf_mp.cluster.watch import Watched
 
 INHERITED = ("RLHF_MP_JOB", "RLHF_MP_TMP", "SPT_NOENV")
@@ -131,7 +132,7 @@ def register(job: str, name: str) -> Path:
             tmp.mkdir(mode=0o700, exist_ok=True)
             if tmp.stat().st_uid != os.getuid():
                 raise PermissionError(f"{tmp} belongs to another user; fix: remove it, or choose another MASTER_PORT")
-            for folder in ("ranks", "shared_memory"):
+            for folder in ("ranks", NOTED):
                 (tmp / folder).mkdir(exist_ok=True)
             (tmp / "ranks" / name).touch()
             return tmp

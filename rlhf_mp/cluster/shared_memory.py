@@ -2,9 +2,11 @@
 
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
+NOTED = "shared_memory"
 UNTIDY = re.compile(r"(sem\.mp-|psm_|sgl_shm_|sglang_)")
 """Left behind by multiprocessing and SGLang. Their names don't tell whose they are. Others may map shared memory of
 the system (CUDA, NCCL): it stays."""
@@ -14,6 +16,13 @@ def untidy_files(pids: Iterable[int]) -> set[str]:
     """Names of such files that these processes map now."""
     maps = "".join(map(_maps, pids))
     return {name for name in re.findall(rf" {SHARED_MEMORY}/(\S+)$", maps, re.MULTILINE) if UNTIDY.match(name)}
+
+
+def note_files(tmp: Path, pids: Iterable[int]) -> None:
+    """Where every guard of this host finds what these processes map: as file names in the job's folder."""
+    with suppress(FileNotFoundError):  # a guard has cleaned up already
+        for name in untidy_files(pids):
+            (tmp / NOTED / name).touch()
 
 
 def _maps(pid: int) -> str:

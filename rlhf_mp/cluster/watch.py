@@ -3,7 +3,6 @@
 It must not be a child of the rank: the deepspeed launcher ends a failed job's process trees and waits for them.
 """
 
-import contextlib
 import json
 import math
 import os
@@ -17,7 +16,7 @@ from pathlib import Path
 from rlhf_mp.cluster.alert import send_alert
 from rlhf_mp.cluster.first_failure import FIRST_FAILURE, GRACE_S, claim, claimed_meanwhile, failure_text, wait_until
 from rlhf_mp.cluster.processes import REQUESTS, TERM_S, belonging_to, end, exit_status, is_alive
-from rlhf_mp.cluster.shared_memory import remove_files, untidy_files
+from rlhf_mp.cluster.shared_memory import NOTED, note_files, remove_files
 
 UNKNOWN_GRACE_S = 2 * GRACE_S  # who knows how its rank ended speaks before who does not
 PATIENCE_S = 3.0  # other ranks may end by themselves or by their launcher
@@ -156,10 +155,7 @@ class Watch:
             self.note_shared_memory()
 
     def note_shared_memory(self) -> None:
-        """Where every guard of this host finds it: as file names in the job's folder."""
-        with contextlib.suppress(FileNotFoundError):  # another guard has cleaned up already
-            for name in untidy_files(self.job_processes()):
-                (self.tmp / "shared_memory" / name).touch()
+        note_files(self.tmp, self.job_processes())
 
     def job_processes(self) -> set[int]:
         return belonging_to(self.mark, self.pipes) - {os.getpid()}
@@ -195,7 +191,7 @@ class Watch:
         ended, left = end(remaining)
         if left:
             write(1, f"processes {sorted(left)} could not be ended\n".encode())
-        noted = {path.name for path in (self.tmp / "shared_memory").glob("*")}
+        noted = {path.name for path in (self.tmp / NOTED).glob("*")}
         remove_files(noted, torch_pids=ended | {pid for _, pid, _ in ranks}, prefix=self.rank.buffers)
         shutil.rmtree(self.tmp, ignore_errors=True)  # another guard of this job may be removing it too
 

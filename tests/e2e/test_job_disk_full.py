@@ -23,7 +23,8 @@ def small_disk(tmp_path):
 
 def test_a_full_disk_ends_the_run_with_the_files_name_and_the_older_checkpoint(start, small_disk):
     run_dir = small_disk / "run"
-    job = start(run_dir, "trainer.total_training_steps=3", "trainer.save_freq=1", "trainer.val_before_train=false")
+    words = ("trainer.total_training_steps=3", "trainer.save_freq=1", "trainer.val_before_train=false")
+    job = start(run_dir, *words, "trainer.skip_plan=true")  # which would refuse to start
     assert job.wait() == 1
     job.assert_nothing_left()
     unfinished = checkpoint.unfinished(checkpoint.folder_of(run_dir, 2))
@@ -34,3 +35,9 @@ def test_a_full_disk_ends_the_run_with_the_files_name_and_the_older_checkpoint(s
     assert kept == checkpoint.folder_of(run_dir, 1)
     assert list(checkpoint.damage(kept, checksums=True)) == []
     assert checkpoint.read_state(kept, checksums=True)["step"] == 1
+
+
+def test_a_run_is_not_started_that_would_fill_the_disk(start, small_disk):
+    job = start(small_disk / "run", "trainer.total_training_steps=3", "trainer.save_freq=1")
+    assert job.wait() == 2
+    assert "trainer.default_local_dir" in job.output() and "MiB are free there" in job.output()

@@ -8,6 +8,7 @@ import torch
 import torch._dynamo  # before DeepSpeed builds a model
 import torch.distributed as dist
 
+from rlhf_mp.cluster.ranks import leave_ranks
 from rlhf_mp.config.load import config_from_dict
 from rlhf_mp.data.collate import collate
 from rlhf_mp.data.types import TokenBatch, Trajectory
@@ -56,6 +57,7 @@ def main(out: str, path: str) -> None:
     dist.all_gather_object(gathered, found)
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(gathered))
+    leave_ranks()
 
 
 main(*sys.argv[1:])
