@@ -55,7 +55,7 @@ def disk_problems(config: RunConfig, job: planned.Job) -> Iterator[Problem]:
     if plan.total <= room:
         return
     fixes = [f"{KEY}=<a folder with more room>", "trainer.skip_plan=true to try anyway"]
-    fewest = replace(plan, at_once=min(plan.at_once, 2), export=0)
+    fewest = replace(plan, at_once=min(plan.at_once, _at_once(config, keep=1)), export=0)
     if fewest.total <= room:
         fixes.insert(0, f"trainer.max_actor_ckpt_to_keep=1 and trainer.save_hf=never, which take {_size(fewest.total)}")
     yield Problem(KEY, str(run_dir), f"the run takes {plan}, and {_size(room)} are free there", "; or ".join(fixes))
@@ -101,9 +101,9 @@ def _exported(config: RunConfig, job: planned.Job) -> float:
     )
 
 
-def _at_once(config: RunConfig) -> int:
+def _at_once(config: RunConfig, keep: int | None = None) -> int:
     trainer = config.trainer
-    kept = trainer.max_actor_ckpt_to_keep + 1
+    kept = (keep or trainer.max_actor_ckpt_to_keep) + 1
     if trainer.save_freq == -1:
         kept = 1
     elif trainer.total_training_steps:

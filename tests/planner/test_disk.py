@@ -106,6 +106,13 @@ def test_too_little_room_is_said_with_sizes_and_what_would_fit(room):
     assert "max_actor_ckpt_to_keep" not in problem.fix and "trainer.skip_plan=true" in problem.fix
 
 
+def test_the_best_checkpoint_stays_beside_the_fewest(room):
+    config, job = room(270)
+    config.trainer.best_metric = "eval/accuracy"
+    (problem,) = disk_problems(config, job)
+    assert "which take 255.3 GiB" in problem.fix  # one kept, the best, and the one that is being written
+
+
 def test_it_is_part_of_the_check_before_a_start_here_and_not_of_one_for_elsewhere(room):
     config, _ = room(1)
     keys = {problem.key for problem in plan_problems(config)}
