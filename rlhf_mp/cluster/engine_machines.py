@@ -2,6 +2,7 @@
 
 The same command starts as many processes there as elsewhere. The first of a machine stays and is its keeper: it brings
 the machine into Ray, and takes it out when the job is over. Keepers and rank 0 meet at the store that the ranks met at.
+Whoever reaches that store can read it, so Ray's token is handed over in a file for its owner alone.
 """
 
 import json
@@ -20,9 +21,9 @@ import torch.distributed as dist
 from rlhf_mp.cluster import bootstrap
 from rlhf_mp.cluster.launcher import RankInfo, visible_gpus
 from rlhf_mp.cluster.ranks import not_shared
+from rlhf_mp.config.allocation import KEY
 from rlhf_mp.errors import ConfigError, Problem
 
-KEY = "actor_rollout_ref.rollout.nnodes"
 MEET_S, LEAVE_S, LOOK_S = 300, 30, 1.0
 
 
@@ -59,7 +60,7 @@ class EngineMachines:
         Raises:
             ConfigError: one did not come, or does not see the run directory.
         """
-        self._store, self._number = open_store(info), info.engine_machines
+        self._store, self._number, self._run_dir = open_store(info), info.engine_machines, run_dir
         proof = run_dir / ".seen_by_engine_machines"
         proof.touch()
         self._store.set("proof", str(proof))
@@ -74,9 +75,16 @@ class EngineMachines:
         Raises:
             ConfigError: one could not.
         """
-        self._store.set("ray", json.dumps([token, address]))
-        for index in range(self._number):
-            self._answer(f"joined/{index}")
+        handed_over = self._run_dir / ".ray_token"
+        handed_over.unlink(missing_ok=True)  # of a run that was killed just then
+        try:
+            with open(os.open(handed_over, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                file.write(token)
+            self._store.set("ray", json.dumps([str(handed_over), address]))
+            for index in range(self._number):
+                self._answer(f"joined/{index}")
+        finally:
+            handed_over.unlink(missing_ok=True)
 
     def dismiss(self) -> None:
         """The job is over: wait until they have left, as what they meet at ends with this process."""
@@ -111,7 +119,7 @@ def keep_machine(info: RankInfo, address: str, tmp: Path, run_dir: Path) -> None
     machine = Machine(socket.gethostname(), address, visible_gpus(), cores, sees)
     store.set(f"here/{index}", json.dumps(asdict(machine)))
     token, head = json.loads(store.get("ray"))
-    bootstrap.authenticate(token)
+    bootstrap.authenticate(Path(token).read_text())
     node = bootstrap.start_node(head, tmp, address, run_dir / "logs" / f"ray_{address}.log")
     store.set(f"joined/{index}", json.dumps(True))
     print(f"{machine.name} has joined with its engines", flush=True)

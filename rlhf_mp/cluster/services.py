@@ -1,8 +1,8 @@
 """Everything that is not a rank: started by rank 0 through Ray, joined by the others, watched while the job runs.
 
 On several hosts rank 0 starts Ray's head and the first rank of every other host adds its host; a host without ranks has
-a keeper for that (engine_machines.py). So Ray lives and dies with them as on one host; its token and address travel
-over the network where ranks meet, and no file holds them.
+a keeper for that (engine_machines.py). So Ray lives and dies with them as on one host. Ranks hear its token and address
+over their own network.
 """
 
 import threading

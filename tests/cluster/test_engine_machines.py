@@ -57,7 +57,7 @@ class Node:
 def keepers(tmp_path, monkeypatch):
     """Two, each in a thread; what they told Ray, and what ended them."""
     joined, errors = [], []
-    monkeypatch.setattr(bootstrap, "authenticate", lambda token: None)
+    monkeypatch.setattr(bootstrap, "authenticate", lambda token: joined.append(token))
     monkeypatch.setattr(bootstrap, "start_node", lambda head, *_: (joined.append(head), Node("dying" in head))[1])
     monkeypatch.setattr(bootstrap, "stop_node", lambda node: joined.append("left"))
     monkeypatch.setattr(engine_machines, "LOOK_S", 0.05)
@@ -84,11 +84,12 @@ def test_keepers_join_stay_and_leave_when_told_to(tmp_path, keepers):
     assert {tuple(machine.cores) for machine in machines.machines} == {tuple(sorted(os.sched_getaffinity(0)))}
     assert joined == []
     machines.invite("secret", "head:1")
-    assert joined == ["head:1", "head:1"]
+    assert sorted(joined) == ["head:1", "head:1", "secret", "secret"]
+    assert b"secret" not in open_store(RANK_0).get("ray")
     time.sleep(0.3)
     assert "left" not in joined
     machines.dismiss()
-    assert joined == ["head:1", "head:1", "left", "left"] and errors == []
+    assert joined[4:] == ["left", "left"] and errors == []
     assert list(tmp_path.iterdir()) == []
 
 
