@@ -38,6 +38,8 @@ def failure_text(what: str, message: str, log: Path | None) -> str:
     text = f"\n{what}: {message}\n"
     if log is None:
         return text
+    if not log.exists():
+        return f"{text}It ended before it began its log {log}.\n"
     lines = tail(log, NUM_TAIL_LINES)
     return f"{text}Last lines of {log}:\n{lines}\n" if lines else f"{text}Its log {log} is empty.\n"
 

@@ -32,7 +32,11 @@ class Transport(Protocol):
         ...
 
     def finish(self) -> None:
-        """After the last bucket of a version."""
+        """After the last bucket of a version. An engine may answer as soon as its first worker has loaded it."""
+        ...
+
+    def release(self) -> None:
+        """Every worker of every engine has said what arrived: nobody reads this version any more."""
         ...
 
 
@@ -157,7 +161,10 @@ class WeightSync:
             )
         start = time.perf_counter()
         text = manifest.to_json()
-        seconds = self.fleet.each(lambda engine: engine.commit(self._encoded({"manifest": text}), manifest.version))
+        try:
+            seconds = self.fleet.each(lambda engine: engine.commit(self._encoded({"manifest": text}), manifest.version))
+        finally:
+            self.transport.release()
         times.engine_verify_s = max(seconds, default=0.0)
         times.verify_s += time.perf_counter() - start
         self._previous = manifest

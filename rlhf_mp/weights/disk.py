@@ -24,7 +24,7 @@ class DiskTransport:
         self._writer = ThreadPoolExecutor(1)
 
     def connect(self, fleet: Fleet) -> None:
-        self._fleet = fleet
+        self._fleet, self._num_files = fleet, 0
 
     def start(self, bucket: Bucket) -> Callable[[], None]:
         if not self._is_sender:
@@ -38,8 +38,9 @@ class DiskTransport:
 
     def finish(self) -> None:
         self._fleet.each(self._load)
-        shutil.rmtree(self._folder)
-        self._num_files = 0
+
+    def release(self) -> None:
+        shutil.rmtree(self._folder)  # not before: a worker that finds no folder looks for it on a model hub
 
     def _load(self, engine: EngineControl) -> None:
         engine.call("/update_weights_from_disk", model_path=str(self._folder), flush_cache=False)

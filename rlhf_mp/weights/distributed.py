@@ -125,3 +125,6 @@ class DistributedTransport:
 
     def finish(self) -> None:
         pass
+
+    def release(self) -> None:
+        pass

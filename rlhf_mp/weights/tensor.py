@@ -66,3 +66,6 @@ class TensorTransport:
 
     def finish(self) -> None:
         pass
+
+    def release(self) -> None:
+        pass

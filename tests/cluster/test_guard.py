@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_mp.cluster.first_failure import claim, tail, wait_until
+from rlhf_mp.cluster.first_failure import claim, failure_text, tail, wait_until
 from rlhf_mp.cluster.processes import belonging_to, start_time, stat
 from rlhf_mp.cluster.watch import Ending
 
@@ -364,6 +364,14 @@ def test_tail_reads_the_last_lines_only(tmp_path):
     assert tail(tmp_path / "log", 2) == "99998\n99999"
     (tmp_path / "log").write_bytes(b"\xff")
     assert tail(tmp_path / "log", 2) == "\N{REPLACEMENT CHARACTER}"
+
+
+def test_a_failure_before_the_log_was_begun_is_told_all_the_same(tmp_path):
+    log = tmp_path / "engine_1_restart_3.log"
+    told = failure_text("SGLang engine 1", "killed", log)
+    assert told == f"\nSGLang engine 1: killed\nIt ended before it began its log {log}.\n"
+    log.write_text("")
+    assert "is empty" in failure_text("SGLang engine 1", "killed", log)
 
 
 @pytest.mark.parametrize(

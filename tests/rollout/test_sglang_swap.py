@@ -1,9 +1,12 @@
 """A swap while a real server samples: every token's log-prob is that of the version it carries, and none is lost."""
 
 import asyncio
+import contextlib
 import threading
 import time
+from collections.abc import Iterator
 
+import psutil
 import pytest
 import torch
 
@@ -19,6 +22,7 @@ from rlhf_mp.train.accumulate import ForwardSettings
 from rlhf_mp.train.torch_engine import TorchEngine
 from rlhf_mp.weights.base import Transport, WeightSync
 from rlhf_mp.weights.buckets import Packer
+from rlhf_mp.weights.disk import DiskTransport
 from rlhf_mp.weights.distributed import DistributedTransport
 from rlhf_mp.weights.fleet import FixedRoster
 from rlhf_mp.weights.tensor import TensorTransport
@@ -184,6 +188,55 @@ def test_a_server_that_has_slept_samples_from_what_the_next_swap_brings(sglang_s
             own = torch.tensor([scored[version][i] for i, version in enumerate(c.versions)])
             torch.testing.assert_close(torch.tensor(c.logprobs), own, atol=1e-4, rtol=0)
     assert versions == {5, 6}
+
+
+def test_a_worker_that_reads_later_than_the_first_still_finds_the_weights_on_disk(
+    sglang_server, trainers, tmp_path, monkeypatch
+):
+    """The first worker answers for its engine, so its answer says nothing of the others."""
+    workers = [p for p in psutil.Process(sglang_server.process.pid).children(recursive=True) if is_worker(p)]
+    assert len(workers) == sglang_server.workers
+    disk = DiskTransport(tmp_path / "weights", is_sender=True)
+    finish = disk.finish
+
+    def finish_while_others_are_slow():
+        with contextlib.ExitStack() as slowed:
+            for worker in workers[1:]:
+                slowed.enter_context(slow(worker))
+            finish()
+            time.sleep(0.2)
+
+    monkeypatch.setattr(disk, "finish", finish_while_others_are_slow)
+    sync_by(disk, sglang_server).push(trainers[6].weights(), 8, must_differ=False)
+    assert not (tmp_path / "weights").exists()
+    for prompt, completions in zip(PROMPTS, sample_while(sglang_server, lambda: None), strict=True):
+        for c in completions:
+            scored = logprobs_of(trainers[6], prompt, c.ids)
+            torch.testing.assert_close(torch.tensor(c.logprobs), scored, atol=1e-4, rtol=0)
+
+
+def is_worker(process: psutil.Process) -> bool:
+    return "scheduler" in " ".join(process.cmdline())
+
+
+@contextlib.contextmanager
+def slow(process: psutil.Process) -> Iterator[None]:
+    """It gets a twentieth of its time."""
+    over = threading.Event()
+
+    def brake():
+        while not over.wait(0.001):
+            process.suspend()
+            time.sleep(0.02)
+            process.resume()
+
+    thread = threading.Thread(target=brake)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def test_a_rank_that_torchrun_started_can_broadcast(sglang_server, sync, trainers, monkeypatch):

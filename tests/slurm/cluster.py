@@ -250,6 +250,7 @@ class Cluster:
 
     def heal(self, node: str) -> None:
         self._ip(f"link set v{node} up")
+        self.run("scontrol", "reconfigure")  # asks for every node now; by itself the controller takes over a minute
 
     def stop(self) -> None:
         for pids in reversed(self._machines.values()):  # nodes first

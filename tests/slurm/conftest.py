@@ -142,3 +142,4 @@ def sbatch(cluster: Cluster, inputs: list[str], env_file: Path, tmp_path: Path) 
     deadline = time.monotonic() + 30
     while cluster.run("squeue", "-h") and time.monotonic() < deadline:
         time.sleep(0.2)
+    cluster.wait_idle()  # a node that was lost comes back after a while, and the next test names nodes

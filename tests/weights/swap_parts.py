@@ -71,6 +71,9 @@ class FakeTransport:
     def finish(self):
         self.events.append(("finish",))
 
+    def release(self):
+        self.events.append(("release",))
+
 
 def sync(events: list, *, engines: int = 1, dtype=torch.float32, is_sender: bool = True) -> WeightSync:
     controls = [FakeEngine(f"engine {i}", events) for i in range(engines)]

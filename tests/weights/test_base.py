@@ -22,6 +22,7 @@ def test_engines_pause_before_the_first_byte_and_resume_after_the_proof():
         ("sent", ["w2", "w3"]),
         ("finish",),
         ("engine 0", "commit", 2, 3),
+        ("release",),  # only now has each worker said what arrived
         ("engine 0", "resume"),
     ]
 
@@ -142,7 +143,7 @@ def test_a_swap_that_loses_all_engines_still_gathers_on_every_rank():
     made, pool = pooled(events, engines=1)
     dies_in(pool.engines[0], "pause")
     metrics = made.push(weights(3), 3, must_differ=False)
-    assert [event[0] for event in events] == ["start", "sent", "start", "sent", "finish"]
+    assert [event[0] for event in events] == ["start", "sent", "start", "sent", "finish", "release"]
     assert metrics["sync/bytes"] == (80, 1)
 
 
