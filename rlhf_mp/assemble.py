@@ -19,6 +19,7 @@ from rlhf_mp.cluster.services import Services
 from rlhf_mp.cluster.stop_request import StopRequest
 from rlhf_mp.config.checkpoint_folder import trained_facts
 from rlhf_mp.config.load import config_to_dict, config_to_yaml
+from rlhf_mp.config.rollout import WeightSyncConfig
 from rlhf_mp.config.schema import RunConfig
 from rlhf_mp.errors import ConfigError
 from rlhf_mp.models.heads import ValueHead
@@ -55,7 +56,7 @@ from rlhf_mp.weights.buckets import Packer
 from rlhf_mp.weights.canary import make_canary
 from rlhf_mp.weights.disk import DiskTransport
 from rlhf_mp.weights.distributed import DistributedTransport
-from rlhf_mp.weights.swap import VerifiedSwap
+from rlhf_mp.weights.swap import Sent, VerifiedSwap, whole_model
 from rlhf_mp.weights.tensor import TensorTransport
 
 
@@ -227,8 +228,23 @@ def make_swap(job: Job, parking: Parking) -> VerifiedSwap:
         seed=job.config.trainer.seed,
     )
     free_bytes = None if job.device.type == "cpu" else lambda: torch.cuda.mem_get_info(job.device)[0]
-    sleeps = policy.rollout.free_cache_engine
-    return VerifiedSwap(sync, canary, job.ranks.broadcast, sleeps=sleeps, free_bytes=free_bytes, parking=parking)
+    return VerifiedSwap(
+        sync,
+        canary,
+        job.ranks.broadcast,
+        sleeps=policy.rollout.free_cache_engine,
+        free_bytes=free_bytes,
+        parking=parking,
+        sent=what_swaps_bring(own),
+    )
+
+
+def what_swaps_bring(knobs: WeightSyncConfig) -> Sent:
+    if not knobs.adapter_only:
+        return whole_model
+    from rlhf_mp.train.adapted import adapter_weights  # imports peft
+
+    return adapter_weights
 
 
 def make_transport(job: Job) -> Transport:

@@ -11,6 +11,7 @@ from rlhf_mp.cluster.shared_memory import note_files
 from rlhf_mp.config.schema import RolloutConfig, RunConfig
 from rlhf_mp.errors import EngineError, EngineLost
 from rlhf_mp.rollout.reward_server import reward_server_knobs
+from rlhf_mp.rollout.served_adapter import AdapterPlan, plan_adapter
 from rlhf_mp.rollout.sglang_server import Address, Kind, ServerPlan, SGLangServer, describe_exit, server_name
 
 PORT_TAKEN, PORT_TRIES = "address already in use", 3
@@ -19,6 +20,12 @@ PORT_TAKEN, PORT_TRIES = "address already in use", 3
 def engine_log(logs: Path, index: int, start: int, kind: Kind = "engine") -> Path:
     """Every server has a log of its own: what the one before wrote when it died stays as it was."""
     return logs / (f"{kind}_{index}_restart_{start}.log" if start else f"{kind}_{index}.log")
+
+
+def adapter_of(plan: ServerPlan, config: RunConfig) -> AdapterPlan | None:
+    """What the server serves beside its model."""
+    policy = config.actor_rollout_ref
+    return plan_adapter(policy.model) if plan.kind == "engine" and policy.weight_sync.adapter_only else None
 
 
 def knobs_of(plan: ServerPlan, config: RunConfig) -> RolloutConfig:
@@ -36,12 +43,13 @@ class EngineHost:
         """
         self.plan, self.rollout, self.logs, self.host = plan, knobs_of(plan, config), logs, address
         self.context = config.data.max_prompt_length + config.data.max_response_length
+        self.adapter = adapter_of(plan, config)
         self.num_restarts = 0
         self.server = self._start()
 
     def _start(self) -> SGLangServer:
         log = engine_log(self.logs, self.plan.index, self.num_restarts, self.plan.kind)
-        return SGLangServer(self.plan, self.rollout, self.context, log, host=self.host)
+        return SGLangServer(self.plan, self.rollout, self.context, log, host=self.host, adapter=self.adapter)
 
     async def ready(self) -> Address:
         """Where the server answers, once it does. It listens only after it has loaded, and its port may be taken then.

@@ -12,6 +12,11 @@ from rlhf_mp.config.schema import ModelConfig, RunConfig, TrainedModel
 from rlhf_mp.errors import Problem
 
 ALL_LINEAR = "all-linear"
+PEFT_PREFIX = "base_model.model."  # of every name in a file that peft writes
+ADAPTER_ONLY = "actor_rollout_ref.weight_sync.adapter_only"
+NO_QUANTIZATION = "actor_rollout_ref.model.quantization=null"
+FUSED = (({"q_proj", "k_proj", "v_proj"}, {"q_proj", "v_proj"}), ({"gate_proj", "up_proj"}, {"gate_proj"}))
+"""What SGLang computes as one matrix, and which of it an adapter must have for the others to count."""
 IN_A_LAYER = re.compile(r"\.\d+\.(?:.*\.)?(\w+)\.weight")
 """Weights of the decoder's layers, by the last name of their module."""
 
@@ -34,6 +39,8 @@ def lora_problems(config: RunConfig) -> Iterator[Problem]:
     for trained in config.trained:
         if trained.model.lora_rank:
             yield from _adapter_problems(trained, config.trainer.task)
+    if config.trainer.task == "rl" and config.actor_rollout_ref.weight_sync.adapter_only:
+        yield from _served_problems(config)
     reference = config.actor_rollout_ref.ref.fsdp_config
     if config.actor_rollout_ref.model.lora_rank and reference.param_offload:
         yield Problem(
@@ -64,8 +71,38 @@ def _adapter_problems(trained: TrainedModel, task: str) -> Iterator[Problem]:
         yield Problem(f"{key}.target_modules", model.target_modules, reason, f"{key}.target_modules={ALL_LINEAR}")
 
 
+def _served_problems(config: RunConfig) -> Iterator[Problem]:
+    """What keeps engines from serving an adapter beside the checkpoint they started from."""
+    policy, model = config.actor_rollout_ref, config.actor_rollout_ref.model
+    off = f"{ADAPTER_ONLY}=false"
+    if not model.lora_rank:
+        reason = "there is no adapter: actor_rollout_ref.model.lora_rank = 0"
+        yield Problem(ADAPTER_ONLY, True, reason, f"actor_rollout_ref.model.lora_rank=16, or {off}")
+    if model.quantization:
+        reason = f"engines have the checkpoint as it is, the trainer what {model.quantization} has left of it"
+        yield Problem(ADAPTER_ONLY, True, reason, f"{off} (the merged base is sent), or {NO_QUANTIZATION}")
+    if policy.rollout.free_cache_engine:
+        reason = "engines that sleep forget their base, and a swap would not bring it back"
+        yield Problem(ADAPTER_ONLY, True, reason, f"actor_rollout_ref.rollout.free_cache_engine=false, or {off}")
+    chosen = set(model.target_modules)
+    for some, needed in FUSED:
+        if chosen & some and not needed <= chosen:
+            together = ",".join(sorted(chosen | needed))
+            yield Problem(
+                "actor_rollout_ref.model.target_modules",
+                model.target_modules,
+                f"engines compute {', '.join(sorted(some))} as one matrix, and {ADAPTER_ONLY} takes adapters of "
+                f"{' and '.join(sorted(needed))} for that",
+                f"actor_rollout_ref.model.target_modules=[{together}], or {off}",
+            )
+
+
 def target_problems(config: RunConfig) -> Iterator[Problem]:
     """Names of layers that the checkpoint does not have."""
+    actor = config.actor_rollout_ref
+    if config.trainer.task == "rl" and actor.weight_sync.adapter_only and not linear_names(Path(actor.model.path)):
+        reason = f"what adapters consist of is read from safetensors, and {actor.model.path} has none of a decoder"
+        yield Problem(ADAPTER_ONLY, True, reason, f"save the model as safetensors, or {ADAPTER_ONLY}=false")
     for trained in config.trained:
         targets = trained.model.target_modules
         if not trained.model.lora_rank or not targets or ALL_LINEAR in targets:

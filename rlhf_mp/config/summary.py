@@ -17,6 +17,7 @@ def describe_run(config: RunConfig) -> str:
 
 def _who(config: RunConfig) -> dict[str, str]:
     policy, trainer, rollout = config.actor_rollout_ref, config.trainer, config.actor_rollout_ref.rollout
+    sync = policy.weight_sync
     ranks = f"{trainer.num_ranks} ({trainer.nnodes} x {trainer.n_gpus_per_node})"
     training = {
         "ranks": f"{ranks}, {_backend(policy.actor, config)}",
@@ -28,7 +29,7 @@ def _who(config: RunConfig) -> dict[str, str]:
     return training | {
         "engines": f"{rollout.num_engines} SGLang, tensor parallel {rollout.tensor_model_parallel_size}, "
         f"{rollout.dtype}, {_beside(config)}",
-        "weights": f"swapped by {policy.weight_sync.transport}, every swap verified",
+        "weights": f"{'of the adapter, ' if sync.adapter_only else ''}swapped by {sync.transport}, every swap verified",
         "reference": "yes, for the KL term" if config.needs_reference else "none needed",
         "critic": _critic(config),
         **scored,

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from rlhf_mp.config.lora_checks import PEFT_PREFIX
 from rlhf_mp.models.quantized import dequantized, is_quantized
 
 ADAPTER = "default"  # peft's name for the only adapter of a model
-PEFT_PREFIX = "base_model.model."  # of every name in a file that peft writes
 
 
 @dataclass(frozen=True)

@@ -93,6 +93,7 @@ class SGLangClient:
                     "input_ids": [response.context for response in responses],
                     "sampling_params": [sampling_of(response) for response in responses],
                     "return_logprob": True,
+                    **self.address.asked,
                 },
             )
         except asyncio.CancelledError:  # nobody wants them any more: the engine would go on for seconds
@@ -258,5 +259,6 @@ class EngineControl:
                 "sampling_seed": 0,
             },
             return_logprob=True,
+            **self.address.asked,
         )
         return completion_of(answer)

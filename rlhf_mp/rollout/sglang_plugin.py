@@ -7,12 +7,14 @@
    rounding of the logits.
 4. On CPU, attention of a decode step for many sequences at once (``batched_attention.py``).
 5. A reward model's head has no bias but its checkpoint's.
-6. A pause that gives up responses in flight returns as soon as they are gone; SGLang's own looks once a second.
+6. Adapters on a CPU, which has no pinned memory.
+7. A pause that gives up responses in flight returns as soon as they are gone; SGLang's own looks once a second.
 """
 
 import asyncio
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 ACTIVE = "RLHF_MP_ENGINE"  # set in the environment of the servers we start
@@ -35,6 +37,7 @@ def install() -> None:
     runner = "sglang.srt.model_executor.model_runner.ModelRunner"
     around = HookType.AROUND
     HookRegistry.register(f"{runner}.load_model", record_loading(receiver), around)
+    HookRegistry.register(f"{runner}.init_lora_manager", adapters_on_cpu, around)
     HookRegistry.register(f"{runner}.update_weights_from_tensor", own_formats(receiver), around)
     HookRegistry.register(
         "sglang.srt.model_loader.loader.DefaultModelLoader.load_weights_and_postprocess", watch(receiver), around
@@ -82,12 +85,30 @@ def clear_bias(model: Any) -> None:
         bias.data.zero_()
 
 
+def adapters_on_cpu(original: Callable, runner: Any) -> None:
+    """Around the start of SGLang's adapters, which ask for pinned memory: without an accelerator there is none."""
+    if runner.device == "cpu":
+        import torch
+
+        def unpinned(make: Callable) -> Callable:
+            return lambda *args, pin_memory=False, **kwargs: make(*args, **kwargs)
+
+        torch.Tensor.pin_memory = lambda self, *args, **kwargs: self
+        for name in ("tensor", "zeros", "empty"):
+            setattr(torch, name, unpinned(getattr(torch, name)))
+    original(runner)
+
+
 def record_loading(receiver: Any) -> Callable:
     """Around the start-up load: what it read is the list of tensors that every later version must have."""
+    from rlhf_mp.rollout.served_adapter import NAME, tensors_of
 
     def load_model(original: Callable, runner: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(runner, *args, **kwargs)
         receiver.adopt(bool(getattr(runner.model.config, "tie_word_embeddings", False)))
+        for served in runner.server_args.lora_paths or []:
+            if served.lora_name == NAME:
+                receiver.own_names = tensors_of(Path(served.lora_path))
         return result
 
     return load_model
@@ -128,7 +149,28 @@ def commit(receiver: Any, runner: Any, payload: dict[str, Any]) -> tuple[bool, s
     if problems:
         shown = "; ".join(problems[:5])
         return False, f"{shown}; {len(problems) - 5} more" if len(problems) > 5 else shown
+    if receiver.adapter:
+        replace_adapter(runner, receiver.adapter)
     return True, f"verify_s={receiver.seconds:.6f}"
+
+
+def replace_adapter(runner: Any, tensors: dict[str, Any]) -> None:
+    """The served adapter is ``tensors`` from the next batch on.
+
+    SGLang's own loading wants a new name for every version; requests would have to follow.
+    """
+    from sglang.srt.lora.mem_pool import EMPTY_SLOT
+
+    from rlhf_mp.rollout.served_adapter import NAME
+
+    manager = runner.lora_manager
+    (adapter,) = (ref for ref in manager.lora_refs.values() if ref.lora_name == NAME)
+    manager.load_lora_weights_from_tensors(adapter, tensors)
+    pool = manager.memory_pool
+    slot = pool.uid_to_buffer_id.pop(adapter.lora_id, None)
+    if slot is not None:  # the next batch finds no copy of the old one, and makes one
+        pool.eviction_policy.remove(adapter.lora_id)
+        pool.buffer_id_to_uid[slot] = EMPTY_SLOT
 
 
 def seed_each_request(result: Any, cls: type, batch: Any, vocab_size: int) -> Any:

@@ -5,6 +5,7 @@ import ctypes
 import json
 import os
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
@@ -21,6 +22,8 @@ from rlhf_mp.cluster import guard
 from rlhf_mp.cluster.processes import alive_in_group
 from rlhf_mp.config.schema import RolloutConfig
 from rlhf_mp.errors import EngineError
+from rlhf_mp.rollout import served_adapter
+from rlhf_mp.rollout.served_adapter import AdapterPlan
 from rlhf_mp.rollout.sglang_plugin import ACTIVE
 
 PR_SET_PDEATHSIG = 1
@@ -65,6 +68,12 @@ class Address:
 
     url: str
     key: str  # bearer token of every request; weight updates included
+    adapter: str = ""  # beside its model, for all requests
+
+    @property
+    def asked(self) -> dict[str, str]:
+        """What a request says of who shall answer."""
+        return {"lora_path": self.adapter} if self.adapter else {}
 
 
 def server_arguments(plan: ServerPlan, rollout: RolloutConfig, context: int) -> list[str]:
@@ -103,6 +112,11 @@ def server_arguments(plan: ServerPlan, rollout: RolloutConfig, context: int) -> 
             arguments["sampling-backend"] = "pytorch"  # flashinfer's sampler takes no seeds
     for name, value in rollout.engine_args.items():
         arguments[name.replace("_", "-")] = value
+    return flags(arguments)
+
+
+def flags(arguments: dict[str, Any]) -> list[str]:
+    """A command line's. False and None leave an option out."""
     return [part for name, value in arguments.items() for part in _flag(name, value)]
 
 
@@ -164,13 +178,30 @@ def _begin(cores: tuple[int, ...]) -> None:
 class SGLangServer:
     """Starts on construction. The process that made it must keep the thread that did: Linux ends the child with it."""
 
-    def __init__(self, plan: ServerPlan, rollout: RolloutConfig, context: int, log_file: Path, host: str = "127.0.0.1"):
+    def __init__(
+        self,
+        plan: ServerPlan,
+        rollout: RolloutConfig,
+        context: int,
+        log_file: Path,
+        host: str = "127.0.0.1",
+        adapter: AdapterPlan | None = None,
+    ):
+        """
+        Args:
+            adapter: that swaps replace, beside a base that stays; None: swaps bring whole models.
+        """
         self.name = plan.name
         self.log_file = log_file
-        self.address = Address(f"http://{host}:{free_port()}", secrets.token_hex(16))
-        port = self.address.url.rsplit(":", 1)[1]
+        url = f"http://{host}:{free_port()}"
+        self.address = Address(url, secrets.token_hex(16), served_adapter.NAME if adapter else "")
+        port = url.rsplit(":", 1)[1]
         self._keys = private_file({"api-key": self.address.key, "admin-api-key": self.address.key})
         command = [sys.executable, "-m", "sglang.launch_server", *server_arguments(plan, rollout, context)]
+        self._adapter = Path(tempfile.mkdtemp(prefix="adapter_")) if adapter else None
+        if adapter:
+            served_adapter.write_empty(adapter, self._adapter)
+            command += flags(served_adapter.adapter_arguments(adapter, self._adapter, plan.on_cpu))
         command += ["--host", host, "--port", port, "--config", str(self._keys)]
         environment = server_environment(plan, rollout.tensor_model_parallel_size, dict(os.environ))
         log_file.parent.mkdir(parents=True, exist_ok=True)
@@ -199,6 +230,8 @@ class SGLangServer:
                 raise EngineError(self.name, f"not up after {timeout_s:g} s ({key})", self.log_tail())
             time.sleep(0.2)
         self._keys.unlink(missing_ok=True)
+        if self._adapter:
+            shutil.rmtree(self._adapter, ignore_errors=True)
 
     def _answers(self) -> bool:
         """It samples; and it knows our key, so it is not another server that has got the port meanwhile."""

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from torch import Tensor
 
+from rlhf_mp.config.lora_checks import PEFT_PREFIX
 from rlhf_mp.weights.manifest import Manifest, TensorRecord, differences
 
 
@@ -16,16 +17,20 @@ class Receiver:
 
     def __init__(self) -> None:
         self.arrived: list[TensorRecord] = []
+        self.adapter: dict[str, Tensor] = {}  # what has arrived of one
         self.own_names: list[str] = []  # of the checkpoint this engine was started from
         self.seconds = 0.0  # spent on checksums of this version
 
     def arriving(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Record each tensor as the model takes it."""
+        """Record each tensor as the model takes it. An adapter's are none of the model's: they are kept."""
         for name, tensor in weights:
             start = time.perf_counter()
             self.arrived.append(TensorRecord.of(name, tensor))
             self.seconds += time.perf_counter() - start
-            yield name, tensor
+            if name.startswith(PEFT_PREFIX):
+                self.adapter[name] = tensor.clone()  # where it lies, the next bucket will be
+            else:
+                yield name, tensor
 
     def adopt(self, tied_embeddings: bool) -> None:
         """What has arrived was the engine's own checkpoint. A tied head may be stored there but is never sent."""
@@ -33,7 +38,7 @@ class Receiver:
 
     def begin(self) -> None:
         """A new version starts; whatever an aborted one left behind is forgotten."""
-        self.arrived, self.seconds = [], 0.0
+        self.arrived, self.adapter, self.seconds = [], {}, 0.0
 
     def commit(self, manifest: Manifest) -> list[str]:
         """Differences between ``manifest`` and what has arrived since ``begin``."""

@@ -5,8 +5,10 @@ and from there on the trainer may keep no more than it sends.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+
+from torch import Tensor
 
 from rlhf_mp.cluster.first_failure import wait_until
 from rlhf_mp.data.collate import collate
@@ -18,6 +20,12 @@ from rlhf_mp.weights.base import WeightSync
 from rlhf_mp.weights.canary import Canary
 
 RELEASE_S = 5.0
+Sent = Callable[[TrainEngine], Iterator[tuple[str, Tensor]]]
+"""Collective: the tensors of a version."""
+
+
+def whole_model(actor: TrainEngine) -> Iterator[tuple[str, Tensor]]:
+    return actor.weights()
 
 
 class VerifiedSwap:
@@ -32,6 +40,7 @@ class VerifiedSwap:
         sleeps: bool = False,
         free_bytes: Callable[[], int] | None = None,
         parking: Parking | None = None,
+        sent: Sent = whole_model,
     ):
         """
         Args:
@@ -39,9 +48,11 @@ class VerifiedSwap:
             sleeps: engines give their memory back between sampling and the next swap.
             free_bytes: of this rank's GPU, which an engine has too; None on a CPU.
             parking: takes out what this rank does not need while engines sample; None: it keeps everything.
+            sent: what a swap brings.
         """
         self.sync, self.canary, self.broadcast = sync, canary, broadcast
         self.sleeps, self.free_bytes, self.parking = sleeps, free_bytes, parking or Parking()
+        self.sent = sent
 
     def sleep(self) -> Sums:
         """Once a step's responses are there: the trainer's turn. The engines' memory is free on every GPU by then.
@@ -83,7 +94,7 @@ class VerifiedSwap:
         """
         sampled, parked = None, self.parking.out()
         while sampled is None:  # again where a lost engine has spoilt it for the others
-            metrics = parked | self.sync.push(actor.weights(), version, must_differ=must_differ)
+            metrics = parked | self.sync.push(self.sent(actor), version, must_differ=must_differ)
             start = time.perf_counter()
             fleet = self.sync.fleet
             sampled = self.broadcast(fleet.each(self.canary.sample) if self.sync.whole else None)

@@ -11,9 +11,39 @@ RANK = f"{MODEL}.lora_rank=8"
 PPO = "algorithm.adv_estimator=gae"
 
 
+ADAPTER_ONLY = "actor_rollout_ref.weight_sync.adapter_only"
+SERVED = [f"{ADAPTER_ONLY}=true", "trainer.device=cpu"]
+
+
 @pytest.mark.parametrize(
     ("words", "key", "reason", "mended"),
     [
+        (SERVED, ADAPTER_ONLY, "there is no adapter", RANK),
+        ([RANK, f"{MODEL}.quantization=nf4", *SERVED], ADAPTER_ONLY, "nf4 has left", f"{MODEL}.quantization=null"),
+        (
+            [
+                RANK,
+                f"{ADAPTER_ONLY}=true",
+                "trainer.device=auto",
+                "trainer.placement=colocated",
+                "actor_rollout_ref.rollout.free_cache_engine=true",
+            ],
+            ADAPTER_ONLY,
+            "forget their base",
+            "actor_rollout_ref.rollout.free_cache_engine=false",
+        ),
+        (
+            [RANK, f"{MODEL}.target_modules=[q_proj,o_proj]", *SERVED],
+            f"{MODEL}.target_modules",
+            "as one matrix",
+            f"{MODEL}.target_modules=[q_proj,o_proj,v_proj]",
+        ),
+        (
+            [RANK, f"{MODEL}.target_modules=[up_proj]", *SERVED],
+            f"{MODEL}.target_modules",
+            "gate_proj",
+            f"{ADAPTER_ONLY}=false",
+        ),
         ([f"{MODEL}.lora_alpha=32"], f"{MODEL}.lora_alpha", "no effect with", RANK),
         ([f"{MODEL}.target_modules=[q_proj]"], f"{MODEL}.target_modules", "no effect with", RANK),
         ([PPO, f"{CRITIC}.lora_alpha=32"], f"{CRITIC}.lora_alpha", "no effect with", f"{CRITIC}.lora_rank=8"),
@@ -57,6 +87,14 @@ def test_a_layer_the_checkpoint_does_not_have_is_told_with_those_it_has(tiny_che
     (problem,) = problems("q_proj", "lm_head", "query")
     assert "named lm_head, query; it has down_proj, gate_proj" in problem.reason
     assert problem.key == f"{MODEL}.target_modules"
+
+
+def test_engines_that_serve_an_adapter_know_it_from_safetensors(tiny_checkpoint, tmp_path):
+    policy = {"model": {"path": str(tiny_checkpoint), "lora_rank": 4}, "weight_sync": {"adapter_only": True}}
+    assert list(target_problems(config_from_dict({"actor_rollout_ref": policy}))) == []
+    policy["model"]["path"] = str(tmp_path)
+    (problem,) = target_problems(config_from_dict({"actor_rollout_ref": policy}))
+    assert problem.key == ADAPTER_ONLY and "safetensors" in problem.reason
 
 
 def test_one_name_is_a_list_of_one(tmp_path):

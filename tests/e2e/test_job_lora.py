@@ -77,6 +77,19 @@ def test_a_checkpoint_of_another_adapter_is_refused_before_anything_starts(runs,
     assert "was written with actor_rollout_ref.model.lora_alpha = 16, this run has 32" in job.output()
 
 
+def test_a_swap_of_the_adapter_alone_trains_alike_with_less_on_the_way(runs, start, tmp_path):
+    words = ["actor_rollout_ref.weight_sync.adapter_only=true", "trainer.total_training_steps=2"]
+    job = start(tmp_path / "run", *LORA, *words, num_ranks=2)
+    assert job.wait() == 0, job.output()
+    job.assert_nothing_left()
+    merged, alone = runs[0].steps(), job.steps()
+    for step in (1, 2):
+        assert alone[step]["sync/bytes"] < merged[step]["sync/bytes"] / 5
+        assert alone[step]["sync/changed_tensors_fraction"] > 0
+    assert alone[1]["actor/loss"] == pytest.approx(merged[1]["actor/loss"], abs=1e-5)
+    assert weights(job).keys() == weights(runs[0]).keys()
+
+
 def test_a_base_in_4_bits_on_one_rank(start, tmp_path):
     """Engines accept the unpacked, merged weights: the canary's log-probs differ by 1e-4 at most in float32."""
     words = ["actor_rollout_ref.model.quantization=nf4", "trainer.total_training_steps=2"]

@@ -1,49 +1,23 @@
 """A real SGLang server: its log-probs against the trainer's, before and after swaps, and swaps that must fail."""
 
-import asyncio
 import contextlib
 import os
 from pathlib import Path
 
 import pytest
 import torch
+from server_parts import STOP, largest_difference, sample, sync_by_each_transport, trainer
 
-from rlhf_mp.config.schema import ActorConfig, ModelConfig
+from rlhf_mp.config.schema import ModelConfig
 from rlhf_mp.data.collate import collate
-from rlhf_mp.data.types import Trajectory
 from rlhf_mp.errors import SyncError
-from rlhf_mp.models.heads import PolicyHead
-from rlhf_mp.models.hf import load_causal_lm
-from rlhf_mp.models.lora import add_adapter
-from rlhf_mp.rollout.base import SamplingParams
-from rlhf_mp.rollout.sglang_client import EngineControl, SGLangClient
-from rlhf_mp.train.accumulate import ForwardSettings
+from rlhf_mp.rollout.sglang_client import EngineControl
 from rlhf_mp.train.torch_engine import TorchEngine
 from rlhf_mp.weights.base import WeightSync
-from rlhf_mp.weights.buckets import Packer
 from rlhf_mp.weights.canary import make_canary
-from rlhf_mp.weights.disk import DiskTransport
-from rlhf_mp.weights.distributed import DistributedTransport
-from rlhf_mp.weights.fleet import FixedRoster
-from rlhf_mp.weights.tensor import TensorTransport
 
 pytestmark = pytest.mark.engine
-CPU = torch.device("cpu")
-PROMPT = [4, 9, 12, 6, 7, 13]
-STOP = 1
 BUCKET_BYTES = 400_000  # several buckets for 3 MB of weights
-
-
-def trainer(path: Path, temperature: float = 1.0, model: ModelConfig | None = None) -> TorchEngine:
-    """
-    Args:
-        model: with an adapter; None: the checkpoint as it is.
-    """
-    head = PolicyHead(temperature)
-    module = load_causal_lm(str(path), torch.float32, quantization=model.quantization if model else None)
-    if model is not None:
-        add_adapter(module, module.model.layers, model, head, torch.float32)
-    return TorchEngine(module, ForwardSettings(CPU, head), ActorConfig(), num_steps=1)
 
 
 @pytest.fixture(scope="module")
@@ -63,47 +37,7 @@ def control(sglang_server) -> EngineControl:
 
 @pytest.fixture(scope="module")
 def syncs(sglang_server, control, tmp_path_factory) -> dict[str, WeightSync]:
-    """One WeightSync per transport, all connected to the same server."""
-    workers = sglang_server.workers
-    transports = {
-        "tensor": TensorTransport(workers, gather=lambda own: [own], on_cpu=True),
-        "distributed": DistributedTransport(workers, "127.0.0.1", on_cpu=True),
-        "disk": DiskTransport(tmp_path_factory.mktemp("swap") / "weights", is_sender=True),
-    }
-    return {
-        name: WeightSync(
-            transport,
-            FixedRoster([control]),
-            Packer(BUCKET_BYTES, CPU, shared=transport.shared_buffers),
-            dtype=torch.float32,
-            is_sender=True,
-            workers_per_engine=workers,
-        )
-        for name, transport in transports.items()
-    }
-
-
-def sample(server, num: int, temperature: float = 1.0, seeds=None, max_new_tokens: int = 24):
-    async def run():
-        client = SGLangClient("engine", server.address, timeout_s=60)
-        try:
-            params = SamplingParams(temperature, 1.0, -1, max_new_tokens, (STOP,))
-            return await client.generate(PROMPT, params, seeds or list(range(num)))
-        finally:
-            await client.close()
-
-    return asyncio.run(run())
-
-
-def largest_difference(server, engine: TorchEngine, temperature: float = 1.0) -> float:
-    """Between the log-probs of eight sampled responses as the server reports them and as the trainer computes them."""
-    responses = sample(server, 8, temperature)
-    trajectories = [
-        Trajectory(PROMPT, c.ids, c.logprobs, [True] * len(c.ids), 0.0, 0, c.version, c.finish_reason)
-        for c in responses
-    ]
-    batch = collate(trajectories)
-    return (engine.score([batch])[0] - batch.rollout_logprobs).abs().max().item()
+    return sync_by_each_transport(sglang_server, control, tmp_path_factory.mktemp("swap"), BUCKET_BYTES)
 
 
 def test_the_key_of_a_server_is_on_no_command_line_and_in_no_log(sglang_server):
