@@ -94,7 +94,8 @@ def test_keepers_join_stay_and_leave_when_told_to(tmp_path, keepers):
 
 
 def test_a_keeper_says_that_ray_has_ended(tmp_path, keepers):
-    EngineMachines(RANK_0, tmp_path).invite("secret", "dying:1")
+    machines = EngineMachines(RANK_0, tmp_path)  # the store is its, and ends with it
+    machines.invite("secret", "dying:1")
     deadline = time.monotonic() + 10
     while len(keepers[1]) < 2 and time.monotonic() < deadline:
         time.sleep(0.05)
