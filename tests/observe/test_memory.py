@@ -13,6 +13,7 @@ def test_host_memory_grows_by_what_is_allocated_and_the_peak_stays():
     assert peak_memory()["memory/rss_peak_gib"] >= during - 0.01
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_the_peak_of_a_phase_is_its_own():
     block = torch.empty(2**28, device="cuda")  # 1 GiB

@@ -115,6 +115,7 @@ def test_a_host_with_too_little_memory_is_said_with_the_key():
         HostArena(torch.device("cpu")).reserve(1 << 50)
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_what_leaves_a_gpu_is_free_for_other_processes():
     gpu = torch.device("cuda")

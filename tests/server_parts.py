@@ -27,7 +27,9 @@ PROMPT = [4, 9, 12, 6, 7, 13]
 STOP = 1
 
 
-def trainer(path: Path, temperature: float = 1.0, model: ModelConfig | None = None) -> TorchEngine:
+def trainer(
+    path: Path, temperature: float = 1.0, model: ModelConfig | None = None, device: torch.device = CPU
+) -> TorchEngine:
     """
     Args:
         model: with an adapter; None: the checkpoint as it is.
@@ -36,7 +38,17 @@ def trainer(path: Path, temperature: float = 1.0, model: ModelConfig | None = No
     module = load_causal_lm(str(path), torch.float32, quantization=model.quantization if model else None)
     if model is not None:
         add_adapter(module, module.model.layers, model, head, torch.float32)
-    return TorchEngine(module, ForwardSettings(CPU, head), ActorConfig(), num_steps=1)
+    return TorchEngine(module.to(device), ForwardSettings(device, head), ActorConfig(), num_steps=1)
+
+
+def move(engine: TorchEngine, seed: int, scale: float = 0.1) -> TorchEngine:
+    """Change whatever it trains, clearly."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in engine.module.parameters():
+        if parameter.requires_grad:
+            spread = parameter.detach().abs().mean().item() or 1.0  # an adapter begins as nothing
+            parameter.data.add_(scale * spread * torch.randn(parameter.shape, generator=generator).to(parameter))
+    return engine
 
 
 def sample(server, num: int, temperature: float = 1.0, seeds=None, max_new_tokens: int = 24):
