@@ -110,6 +110,7 @@ class Adapter:
     rank: int = 16
     targets: tuple[str, ...] = ALL_LINEAR  # matrices of a layer, by the last names of their modules
     quantization: Literal["int8", "nf4"] | None = None
+    served: bool = False  # by the engines, beside the base: a swap brings nothing else
 
 
 @dataclass(frozen=True)
@@ -205,6 +206,11 @@ class Job:
     @property
     def has_scoring(self) -> bool:
         return self.algorithm not in ("sft", "reward_model")
+
+    @property
+    def swaps_adapter(self) -> bool:
+        """Engines have the base, and get nothing else."""
+        return self.adapter is not None and self.adapter.served
 
     @property
     def of_critic(self) -> "Job":

@@ -231,12 +231,15 @@ class _Step:
 
     def _sync(self) -> Moment:
         job, shape = self.job, self.job.model
-        half, embedding = job.bucket_bytes / 2, shape.vocab * shape.hidden * job.engine.weight_bytes
-        largest = amount(half + max(half, embedding), "bytes of two buckets, one of them as large as the embedding")
-        elements = min(shape.num_params, max(GATHER_ELEMENTS, shape.vocab * shape.hidden))
+        half, embedding = job.bucket_bytes / 2, 0 if job.swaps_adapter else shape.vocab * shape.hidden
+        largest = amount(
+            half + max(half, embedding * job.engine.weight_bytes),
+            "bytes of two buckets, one of them as large as the largest tensor",
+        )
+        elements = min(states.swapped_params(job), max(GATHER_ELEMENTS, embedding))
         gathered = amount(job.precision.weights, "bytes").times(elements, "elements gathered at once")
         moving = [Term(Role.actor, Component.sync_bucket, largest), Term(Role.actor, Component.gathered, gathered)]
-        if job.adapter is not None:
+        if job.adapter is not None and not job.swaps_adapter:
             moving.append(Term(Role.actor, Component.gathered, states.merged(shape)))
         return Moment(
             Phase.sync,

@@ -88,7 +88,7 @@ def job_of(config: RunConfig, machine: Machine) -> planned.Job:
         algorithm=planned_algorithm(config),
         precision=_precision(of_actor),
         kernels=_kernels(model),
-        adapter=_adapter(of_actor),
+        adapter=_adapter(of_actor, served=policy.weight_sync.adapter_only),
         reference=config.needs_reference if samples else trainer.task == "dpo",
         reference_offload=policy.ref.fsdp_config.param_offload,
         scores_old_policy=samples and config.needs_old_logprobs,
@@ -194,7 +194,7 @@ def _kernels(model: ModelConfig | FrozenModelConfig) -> planned.Kernels:
     return planned.EAGER_ATTENTION if model.attn_implementation == "eager" else planned.EAGER
 
 
-def _adapter(trained: TrainedModel) -> planned.Adapter | None:
+def _adapter(trained: TrainedModel, served: bool = False) -> planned.Adapter | None:
     """LoRA's.
 
     Raises:
@@ -203,7 +203,7 @@ def _adapter(trained: TrainedModel) -> planned.Adapter | None:
     model = trained.model
     if not model.lora_rank:
         return None
-    adapter = planned.Adapter(model.lora_rank, tuple(model.target_modules), model.quantization)
+    adapter = planned.Adapter(model.lora_rank, tuple(model.target_modules), model.quantization, served)
     try:
         lora_params(find_model(model.path), adapter)
     except KeyError as error:

@@ -7,6 +7,7 @@ from rlhf_mp.planner.job import (
     ALL_LINEAR,
     BF16_FP32_GRADS,
     Adapter,
+    Job,
     Layout,
     MegatronLayout,
     Precision,
@@ -205,6 +206,11 @@ def dequantized(shape: ModelShape) -> Amount:
     """The one quantized matrix that is unpacked to be used."""
     largest = larger(amount(shape.hidden * shape.ffn, "elements"), amount(shape.hidden * shape.q_dim, "elements"))
     return largest.times(2, "bytes")
+
+
+def swapped_params(job: Job) -> int:
+    """Elements of what engines get."""
+    return lora_params(job.model, job.adapter) if job.swaps_adapter else job.model.num_params
 
 
 def merged(shape: ModelShape) -> Amount:

@@ -6,6 +6,7 @@ The efficiencies are priors. They order layouts; for a promise, measure.
 from dataclasses import dataclass
 
 from rlhf_mp.phase import Phase
+from rlhf_mp.planner import states
 from rlhf_mp.planner.inference import cache_bytes_per_token, engine_weights
 from rlhf_mp.planner.job import Engine, Job, MegatronLayout, Recompute, Workload, ZeroLayout
 from rlhf_mp.planner.model_shape import ModelShape
@@ -141,6 +142,6 @@ def _parking_seconds(plan: Plan) -> float:
 
 
 def _sync_seconds(job: Job, engine: Engine) -> float:
-    """All weights once over the slowest link, and once into the engine."""
-    whole = job.model.num_params * engine.weight_bytes
+    """All that a swap brings once over the slowest link, and once into the engine."""
+    whole = states.swapped_params(job) * engine.weight_bytes
     return whole / (_link_rate(job) * LINK_EFFICIENCY) + whole / engine.tp / (job.gpu.memory_rate * 0.7)

@@ -20,12 +20,14 @@ from rlhf_mp.planner.job import (
     Job,
     MegatronLayout,
     TorchLayout,
+    Workload,
     ZeroLayout,
 )
 from rlhf_mp.planner.known_models import find_model
 from rlhf_mp.planner.plan import ENGINE_PROCESSES, RANK_PROCESS, RAY_PROCESSES, make_plan
 from rlhf_mp.planner.report import as_json, describe, explain
 from rlhf_mp.planner.term import Component, Role
+from rlhf_mp.planner.throughput import step_time
 
 LLAMA = find_model("llama-3.1-8b")
 GRPO = Job(
@@ -52,6 +54,7 @@ JOBS = {
     "apart": replace(GRPO, engine=Engine(tp=8, on_own_gpus=True)),
     "sft": replace(GRPO, algorithm="sft", engine=None, reference=False),
     "lora": replace(GRPO, layout=ZeroLayout(8), adapter=Adapter()),
+    "lora served": replace(GRPO, layout=ZeroLayout(8), adapter=Adapter(served=True)),
     "qlora": replace(GRPO, layout=TorchLayout(), adapter=Adapter(quantization="nf4"), algorithm="sft", engine=None),
     "megatron": replace(GRPO, layout=MegatronLayout(8, 2, 2), precision=BF16_FP32_GRADS, kernels=FUSED),
     "megatron vpp cp": replace(
@@ -310,3 +313,22 @@ def test_engines_on_machines_of_their_own_take_nothing_of_the_ranks():
     of_ranks = max(held(moment, False) for moment in plan.moments) + RANK_PROCESS
     of_engines = 3 * (max(held(moment, True) for moment in plan.moments) + ENGINE_PROCESSES)
     assert plan.host_per_node == pytest.approx(max(of_ranks, of_engines) + RAY_PROCESSES)
+
+
+def test_where_engines_serve_the_adapter_a_swap_merges_and_moves_nothing_else():
+    def swap(job):
+        (moment,) = (moment for moment in make_plan(job).moments if moment.phase is Phase.sync)
+        return {(term.component, term.bytes) for term in moment.terms}
+
+    merged, served = swap(JOBS["lora"]), swap(JOBS["lora served"])
+    table = 128_256 * 4096
+    assert (Component.sync_bucket, 2 * table + JOBS["lora"].bucket_bytes / 2) in merged
+    assert (Component.sync_bucket, JOBS["lora served"].bucket_bytes) in served
+    adapter = (
+        16 * 32 * (2 * 8192 + 2 * 5120 + 3 * 18432)
+    )  # rank, layers, rows and columns of q, o; k, v; gate, up, down
+    assert [size for component, size in served if component is Component.gathered] == [2 * adapter]
+    assert len([component for component, _ in merged if component is Component.gathered]) == 2
+    load = Workload(prompts=512, responses=8)
+    seconds = [step_time(make_plan(job), load).seconds[Phase.sync] for job in (JOBS["lora"], JOBS["lora served"])]
+    assert seconds[1] == pytest.approx(seconds[0] * adapter / LLAMA.num_params, rel=1e-6)
