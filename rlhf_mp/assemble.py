@@ -218,6 +218,7 @@ def make_swap(job: Job, parking: Parking) -> VerifiedSwap:
         dtype=DTYPES[policy.rollout.dtype],
         is_sender=is_sender,
         workers_per_engine=policy.rollout.tensor_model_parallel_size,
+        base_stays=own.adapter_only,
     )
     canary = make_canary(
         model_identity(Path(policy.model.path))["vocab_size"],

@@ -89,6 +89,7 @@ def sync_by_each_transport(server, control: EngineControl, folder: Path, bucket_
             dtype=torch.float32,
             is_sender=True,
             workers_per_engine=server.workers,
+            base_stays=bool(server.address.adapter),
         )
         for name, transport in transports.items()
     }

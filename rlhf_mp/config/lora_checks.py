@@ -73,7 +73,7 @@ def _adapter_problems(trained: TrainedModel, task: str) -> Iterator[Problem]:
 
 def _served_problems(config: RunConfig) -> Iterator[Problem]:
     """What keeps engines from serving an adapter beside the checkpoint they started from."""
-    policy, model = config.actor_rollout_ref, config.actor_rollout_ref.model
+    model = config.actor_rollout_ref.model
     off = f"{ADAPTER_ONLY}=false"
     if not model.lora_rank:
         reason = "there is no adapter: actor_rollout_ref.model.lora_rank = 0"
@@ -81,9 +81,6 @@ def _served_problems(config: RunConfig) -> Iterator[Problem]:
     if model.quantization:
         reason = f"engines have the checkpoint as it is, the trainer what {model.quantization} has left of it"
         yield Problem(ADAPTER_ONLY, True, reason, f"{off} (the merged base is sent), or {NO_QUANTIZATION}")
-    if policy.rollout.free_cache_engine:
-        reason = "engines that sleep forget their base, and a swap would not bring it back"
-        yield Problem(ADAPTER_ONLY, True, reason, f"actor_rollout_ref.rollout.free_cache_engine=false, or {off}")
     chosen = set(model.target_modules)
     for some, needed in FUSED:
         if chosen & some and not needed <= chosen:

@@ -135,7 +135,8 @@ class _Step:
         servers = reward.server_terms(job)
         self.always = servers if shares else []  # beside the trainer, in every phase
         self.apart = [] if shares else servers
-        idle = self.engine if shares and not engine.sleeps else []  # what an idle engine still holds
+        kept = {Component.weights} if job.swaps_adapter else set()  # while it sleeps: no swap brings the base again
+        idle = [t for t in self.engine if not engine.sleeps or t.component in kept] if shares else []
         self.beside = idle + self.always
         self.during_sync = [t for t in self.engine if t.component is not Component.kv_cache or not engine.sleeps]
         self.shares = shares

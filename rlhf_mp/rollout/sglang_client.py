@@ -200,10 +200,10 @@ class EngineControl:
     def resume(self) -> None:
         self._post("/continue_generation", {}, self._prompt)
 
-    def sleep(self) -> None:
-        """Give back all GPU memory, and forget what was in it, weights included. The engine must be paused."""
-        self._post("/release_memory_occupation", {"tags": [*WEIGHTS, *BESIDE_WEIGHTS]}, self._limit)
-        self._given_back = {*WEIGHTS, *BESIDE_WEIGHTS}
+    def sleep(self, parts: Sequence[str]) -> None:
+        """Give back the GPU memory of ``parts``, and forget what was in it. The engine must be paused."""
+        self._post("/release_memory_occupation", {"tags": list(parts)}, self._limit)
+        self._given_back = set(parts)
 
     def wake(self, parts: Sequence[str]) -> None:
         """Have memory for ``parts`` again, where the engine sleeps; what is in it is anything."""

@@ -64,15 +64,18 @@ class WeightSync:
         dtype: torch.dtype,
         is_sender: bool,
         workers_per_engine: int,
+        base_stays: bool = False,
     ):
         """
         Args:
             roster: None on ranks that do not send.
+            base_stays: in engines, for good, as pushes bring an adapter to it.
         """
         self.transport, self.packer = transport, packer
         self.fleet = Fleet(roster or FixedRoster([]))
         self.dtype, self.is_sender = dtype, is_sender
         self._workers = workers_per_engine
+        self._slept_off = BESIDE_WEIGHTS if base_stays else (*WEIGHTS, *BESIDE_WEIGHTS)
         self._previous: Manifest | None = None
         self.whole = True  # False: the last push broke off, because an engine was lost, and must be done again
 
@@ -113,7 +116,7 @@ class WeightSync:
             self.fleet.muster()
             self.fleet.rest()
             self.fleet.each(lambda engine: engine.pause())
-            self.fleet.each(lambda engine: engine.sleep())
+            self.fleet.each(lambda engine: engine.sleep(self._slept_off))
 
     def _resume(self, engine: EngineControl) -> None:
         engine.wake(BESIDE_WEIGHTS)  # only now: until here the trainer has had the memory of the KV cache

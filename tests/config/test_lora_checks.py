@@ -21,18 +21,6 @@ SERVED = [f"{ADAPTER_ONLY}=true", "trainer.device=cpu"]
         (SERVED, ADAPTER_ONLY, "there is no adapter", RANK),
         ([RANK, f"{MODEL}.quantization=nf4", *SERVED], ADAPTER_ONLY, "nf4 has left", f"{MODEL}.quantization=null"),
         (
-            [
-                RANK,
-                f"{ADAPTER_ONLY}=true",
-                "trainer.device=auto",
-                "trainer.placement=colocated",
-                "actor_rollout_ref.rollout.free_cache_engine=true",
-            ],
-            ADAPTER_ONLY,
-            "forget their base",
-            "actor_rollout_ref.rollout.free_cache_engine=false",
-        ),
-        (
             [RANK, f"{MODEL}.target_modules=[q_proj,o_proj]", *SERVED],
             f"{MODEL}.target_modules",
             "as one matrix",

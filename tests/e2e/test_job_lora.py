@@ -78,7 +78,8 @@ def test_a_checkpoint_of_another_adapter_is_refused_before_anything_starts(runs,
 
 
 def test_a_swap_of_the_adapter_alone_trains_alike_with_less_on_the_way(runs, start, tmp_path):
-    words = ["actor_rollout_ref.weight_sync.adapter_only=true", "trainer.total_training_steps=2"]
+    words = ["actor_rollout_ref.weight_sync.adapter_only=true", "actor_rollout_ref.rollout.free_cache_engine=true"]
+    words.append("trainer.total_training_steps=2")
     job = start(tmp_path / "run", *LORA, *words, num_ranks=2)
     assert job.wait() == 0, job.output()
     job.assert_nothing_left()

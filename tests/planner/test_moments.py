@@ -130,6 +130,13 @@ def test_a_sleeping_engine_frees_its_memory_outside_of_rollout_and_its_cache_in_
     assert awake.peak_of(Phase.sync).gpu_bytes - asleep.peak_of(Phase.sync).gpu_bytes == pytest.approx(cache)
 
 
+def test_a_sleeping_engine_keeps_a_base_that_no_swap_brings_again():
+    asleep = replace(JOBS["lora"], engine=replace(GRPO.engine, sleeps=True))
+    keeps = replace(asleep, adapter=Adapter(served=True))
+    whole, kept = (make_plan(job).peak_of(Phase.train).gpu_bytes for job in (asleep, keeps))
+    assert kept - whole == pytest.approx(2 * LLAMA.num_params / 2)  # bytes of a weight, tensor parallel 2
+
+
 def test_ranks_that_park_hold_the_actors_weights_alone_while_engines_sample_and_a_copy_on_the_host():
     """PPO: 2 bytes a parameter of 18 of the actor stay; of gradients nothing is copied; the others go whole."""
     kept = replace(JOBS["ppo"], engine=replace(JOBS["ppo"].engine, sleeps=True))

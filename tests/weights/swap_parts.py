@@ -4,7 +4,7 @@ import torch
 
 from rlhf_mp.errors import EngineLost
 from rlhf_mp.rollout.base import Completion
-from rlhf_mp.rollout.sglang_client import BESIDE_WEIGHTS, WEIGHTS, EngineControl
+from rlhf_mp.rollout.sglang_client import EngineControl
 from rlhf_mp.weights.base import WeightSync
 from rlhf_mp.weights.buckets import Packer
 from rlhf_mp.weights.canary import Canary
@@ -27,9 +27,9 @@ class FakeEngine(EngineControl):
     def resume(self):
         self.events.append((self.name, "resume"))
 
-    def sleep(self):
+    def sleep(self, parts):
         self.events.append((self.name, "sleep"))
-        self._given_back = {*WEIGHTS, *BESIDE_WEIGHTS}
+        self._given_back = set(parts)
 
     def wake(self, parts):
         if self._given_back.intersection(parts):
@@ -75,11 +75,13 @@ class FakeTransport:
         self.events.append(("release",))
 
 
-def sync(events: list, *, engines: int = 1, dtype=torch.float32, is_sender: bool = True) -> WeightSync:
+def sync(events: list, *, engines: int = 1, dtype=torch.float32, is_sender: bool = True, **given) -> WeightSync:
     controls = [FakeEngine(f"engine {i}", events) for i in range(engines)]
     roster = FixedRoster(controls) if is_sender else None
     packer = Packer(80, CPU, shared=False)
-    return WeightSync(FakeTransport(events), roster, packer, dtype=dtype, is_sender=is_sender, workers_per_engine=2)
+    return WeightSync(
+        FakeTransport(events), roster, packer, dtype=dtype, is_sender=is_sender, workers_per_engine=2, **given
+    )
 
 
 class Pool:

@@ -1,7 +1,7 @@
 """Whose turn it is to have the memory that trainer and engines share: who gives it back, when, and who waits for it."""
 
 import pytest
-from swap_parts import Actor, dies_in, pooled, verified, weights
+from swap_parts import Actor, dies_in, pooled, sync, verified, weights
 
 from rlhf_mp.errors import SyncError
 
@@ -20,6 +20,14 @@ def test_engines_that_sleep_have_memory_for_weights_first_and_for_the_cache_afte
         "pause", ("wake", "weights"), "begin", "commit", ("wake", "kv_cache", "cuda_graph"), "resume",
         "pause", "begin", "commit", "resume",
     ]  # fmt: skip
+
+
+def test_engines_whose_base_stays_give_back_what_is_beside_it():
+    events = []
+    made = sync(events, base_stays=True)
+    made.sleep()
+    made.push(weights(3), 3, must_differ=False)
+    assert [event[1:] for event in events if event[1:2] == ("wake",)] == [("wake", "kv_cache", "cuda_graph")]
 
 
 def test_a_trainer_whose_engines_do_not_sleep_asks_nobody():
