@@ -82,16 +82,15 @@ def _served_problems(config: RunConfig) -> Iterator[Problem]:
         reason = f"engines have the checkpoint as it is, the trainer what {model.quantization} has left of it"
         yield Problem(ADAPTER_ONLY, True, reason, f"{off} (the merged base is sent), or {NO_QUANTIZATION}")
     chosen = set(model.target_modules)
-    for some, needed in FUSED:
-        if chosen & some and not needed <= chosen:
-            together = ",".join(sorted(chosen | needed))
-            yield Problem(
-                "actor_rollout_ref.model.target_modules",
-                model.target_modules,
-                f"engines compute {', '.join(sorted(some))} as one matrix, and {ADAPTER_ONLY} takes adapters of "
-                f"{' and '.join(sorted(needed))} for that",
-                f"actor_rollout_ref.model.target_modules=[{together}], or {off}",
-            )
+    missing = {name for some, needed in FUSED if chosen & some for name in needed - chosen}
+    if missing:
+        yield Problem(
+            "actor_rollout_ref.model.target_modules",
+            model.target_modules,
+            "engines compute q_proj, k_proj and v_proj as one matrix, gate_proj and up_proj as another: "
+            f"{ADAPTER_ONLY} needs {' and '.join(sorted(missing))}, too",
+            f"actor_rollout_ref.model.target_modules=[{','.join(sorted(chosen | missing))}], or {off}",
+        )
 
 
 def target_problems(config: RunConfig) -> Iterator[Problem]:
