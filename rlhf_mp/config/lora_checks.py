@@ -94,7 +94,7 @@ def _served_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def target_problems(config: RunConfig) -> Iterator[Problem]:
-    """Names of layers that the checkpoint does not have."""
+    """Adapters of layers that the checkpoint does not have, or does not tell of."""
     actor = config.actor_rollout_ref
     if config.trainer.task == "rl" and actor.weight_sync.adapter_only and not linear_names(Path(actor.model.path)):
         reason = f"what adapters consist of is read from safetensors, and {actor.model.path} has none of a decoder"
