@@ -1,6 +1,8 @@
 """A trainer of the tiny model beside a real SGLang server: how far apart their log-probs are."""
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -13,6 +15,7 @@ from rlhf_mp.models.hf import load_causal_lm
 from rlhf_mp.models.lora import add_adapter
 from rlhf_mp.rollout.base import SamplingParams
 from rlhf_mp.rollout.sglang_client import EngineControl, SGLangClient
+from rlhf_mp.rollout.sglang_server import SGLangServer
 from rlhf_mp.train.accumulate import ForwardSettings
 from rlhf_mp.train.torch_engine import TorchEngine
 from rlhf_mp.weights.base import Transport, WeightSync
@@ -49,6 +52,17 @@ def move(engine: TorchEngine, seed: int, scale: float = 0.1) -> TorchEngine:
             spread = parameter.detach().abs().mean().item() or 1.0  # an adapter begins as nothing
             parameter.data.add_(scale * spread * torch.randn(parameter.shape, generator=generator).to(parameter))
     return engine
+
+
+@contextmanager
+def running(server: SGLangServer, workers: int = 1) -> Iterator[SGLangServer]:
+    """Once it answers, until the end of the block."""
+    server.workers = workers
+    try:
+        server.wait_ready(300)
+        yield server
+    finally:
+        server.stop()
 
 
 def sample(server, num: int, temperature: float = 1.0, seeds=None, max_new_tokens: int = 24):

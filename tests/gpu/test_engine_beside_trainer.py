@@ -7,7 +7,7 @@ import os
 
 import pytest
 import torch
-from server_parts import move, trainer
+from server_parts import move, running, trainer
 
 from rlhf_mp.config.schema import ModelConfig, RolloutConfig
 from rlhf_mp.data.collate import collate
@@ -54,12 +54,8 @@ def started(model: ModelConfig, folder, **options) -> SGLangServer:
 @pytest.fixture(scope="module", params=["whole", "adapter"])
 def server(request, model, tmp_path_factory):
     options = {"adapter": plan_adapter(model)} if request.param == "adapter" else {}
-    made = started(model, tmp_path_factory.mktemp("engine"), **options)
-    try:
-        made.wait_ready(300)
+    with running(started(model, tmp_path_factory.mktemp("engine"), **options)) as made:
         yield made
-    finally:
-        made.stop()
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from server_parts import largest_difference, move, sample, sync_by_each_transport, trainer
+from server_parts import largest_difference, move, running, sample, sync_by_each_transport, trainer
 
 from rlhf_mp.config.schema import ModelConfig, RolloutConfig
 from rlhf_mp.data.collate import collate
@@ -34,13 +34,9 @@ def server(request, model, tmp_path_factory):
         dtype="float32", max_model_len=128, max_num_seqs=64, tensor_model_parallel_size=request.param
     )
     plan = ServerPlan(index=0, model_path=model.path, on_cpu=True, gpus=(), seed=1)
-    started = SGLangServer(plan, rollout, context=128, log_file=log, adapter=plan_adapter(model))
-    started.workers = request.param
-    try:
-        started.wait_ready(180)
+    made = SGLangServer(plan, rollout, context=128, log_file=log, adapter=plan_adapter(model))
+    with running(made, request.param) as started:
         yield started
-    finally:
-        started.stop()
 
 
 @pytest.fixture(scope="module")
