@@ -46,7 +46,7 @@ def run_case(case: dict[str, Any], num_ranks: int, scratch: Path) -> dict[str, A
     out = scratch / "out.json"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_ranks)]
     command = [*launcher, "-m", "benchmarks.weight_sync_rank", json.dumps(case), str(out)]
-    run_logged(command, scratch / "log", num_ranks)
+    run_logged(command, scratch / "log", num_ranks + case["engines"] * case["tensor_parallel"])
     return json.loads(out.read_text())
 
 

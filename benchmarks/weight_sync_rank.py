@@ -1,6 +1,7 @@
 """One rank of ``benchmarks.weight_sync``: rank 0 starts the SGLang servers, all ranks push weights into them."""
 
 import json
+import os
 import sys
 import tempfile
 import time
@@ -129,7 +130,8 @@ def swap(sync: WeightSync, trainer: TrainEngine, version: int, ranks: Ranks) -> 
 
 
 def copy_rate(num_bytes: int) -> float:
-    """GB/s of one plain copy of as many bytes, in this process and state of the machine; the median of five."""
+    """GB/s of one plain copy of as many bytes by all cores, in this state of the machine; the median of five."""
+    torch.set_num_threads(len(os.sched_getaffinity(0)))  # a swap keeps the trainer's and the engines' cores busy
     source, target = (torch.ones(num_bytes, dtype=torch.uint8) for _ in range(2))
     seconds = []
     for _ in range(5):

@@ -120,7 +120,7 @@ def own_formats(receiver: Any) -> Callable:
             receiver.begin()
             return True, "begun"
         if load_format == BUCKET_FORMAT:
-            return load_bucket(runner.model, named_tensors)
+            return load_bucket(receiver, runner.model, named_tensors)
         if load_format == COMMIT_FORMAT:
             return commit(receiver, runner, named_tensors)
         return original(runner, named_tensors, load_format)
@@ -128,9 +128,11 @@ def own_formats(receiver: Any) -> Callable:
     return update
 
 
-def load_bucket(model: Any, payload: dict[str, Any]) -> tuple[bool, str]:
+def load_bucket(receiver: Any, model: Any, payload: dict[str, Any]) -> tuple[bool, str]:
     from rlhf_mp.weights.buckets import Slot, unpack
 
+    if not payload["data"].is_cuda:
+        receiver.mapped.append(payload["data"])
     slots = [Slot(name, dtype, tuple(shape), size) for name, dtype, shape, size in payload["slots"]]
     model.load_weights(unpack(slots, payload["data"]))
     return True, "loaded"

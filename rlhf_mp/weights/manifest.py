@@ -8,32 +8,39 @@ from functools import cache
 import torch
 from torch import Tensor
 
-CHUNK = {"cpu": 1 << 17, "cuda": 1 << 20}
-"""Words multiplied at once, which bounds temporary memory: 1 MiB stays in a core's cache, a GPU wants fewer calls."""
+COLUMNS = 1024
+ROWS = {"cpu": 128, "cuda": 1 << 17}
+"""Summed at once: 1 MiB, read twice, stays in a core's cache; a GPU wants fewer calls."""
 
 
 @cache
-def _odd_numbers(count: int, device: torch.device) -> Tensor:
-    """The weights of a chunk; made for every tensor, they would take longer than the sum."""
-    return torch.arange(1, 2 * count + 1, 2, device=device)
+def _odd_numbers(device: torch.device) -> Tensor:
+    """The factors of a row; made for every tensor, they would take longer than the sum."""
+    return torch.arange(1, 2 * COLUMNS + 1, 2, device=device)
 
 
 def checksum(tensor: Tensor) -> int:
     """A 64-bit sum of the tensor's bytes, weighted by position; computed where the tensor lives.
 
     Words w_i of 8 bytes give sum of w_i * (2i + 1) mod 2^64. An odd factor is invertible, so any change of one word
-    changes the sum; integer sums do not depend on the order of addition, so CPU and GPU agree.
+    changes the sum; integer sums do not depend on the order of addition, so CPU and GPU agree. For word c of row r,
+    2i + 1 = 2 * COLUMNS * r + (2c + 1): sums of rows and of columns give it without a product for every word.
     """
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if data.numel() % 8 or data.storage_offset() % 8:
         data = torch.cat([data, data.new_zeros(-data.numel() % 8)])
     words = data.view(torch.int64)
-    size = CHUNK[words.device.type]
-    odd = _odd_numbers(size, words.device)
-    total = torch.zeros((), dtype=torch.int64, device=words.device)
-    for start in range(0, words.numel(), size):
-        chunk = words[start : start + size]
-        total += (chunk * odd[: chunk.numel()]).sum() + 2 * start * chunk.sum()
+    odd = _odd_numbers(words.device)
+    whole = words.numel() // COLUMNS * COLUMNS
+    rest = words[whole:]
+    total = (rest * (odd[: rest.numel()] + 2 * whole)).sum()
+    if whole:
+        rows, columns = [], torch.zeros_like(odd)
+        for part in words[:whole].view(-1, COLUMNS).split(ROWS[words.device.type]):
+            rows.append(part.sum(1))
+            columns += part.sum(0)
+        starts = torch.arange(0, 2 * whole, 2 * COLUMNS, device=words.device)
+        total += (columns * odd).sum() + (torch.cat(rows) * starts).sum()
     return int(total) & (2**64 - 1)
 
 

@@ -4,6 +4,7 @@
 """
 
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator
 
 from torch import Tensor
@@ -20,6 +21,9 @@ class Receiver:
         self.adapter: dict[str, Tensor] = {}  # what has arrived of one
         self.own_names: list[str] = []  # of the checkpoint this engine was started from
         self.seconds = 0.0  # spent on checksums of this version
+        # The sender fills two buffers in shared memory by turns. A mapping that lives is used again; a new one for
+        # every bucket would cost a page fault for every 4 KiB.
+        self.mapped: deque[Tensor] = deque(maxlen=2)
 
     def arriving(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Record each tensor as the model takes it. An adapter's are none of the model's: they are kept."""

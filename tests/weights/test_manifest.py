@@ -87,12 +87,13 @@ def test_the_same_values_have_one_checksum_however_they_lie_in_memory():
     assert checksum(values.requires_grad_()) == checksum(values.detach())
 
 
-def test_a_large_tensor_is_summed_in_parts(monkeypatch):
-    values = torch.randn(101, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
-    whole = checksum(values)
-    for chunk in (1, 7, 50, 101):
-        monkeypatch.setitem(manifest.CHUNK, "cpu", chunk)
-        assert checksum(values) == whole
+@pytest.mark.parametrize("num_words", [manifest.COLUMNS, 3 * manifest.COLUMNS, 5 * manifest.COLUMNS + 7])
+def test_a_large_tensor_is_summed_in_parts(monkeypatch, num_words):
+    values = torch.randn(num_words, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    expected = naive(bytes(values.view(torch.uint8).tolist()))
+    for rows in (1, 2, 5, 128):
+        monkeypatch.setitem(manifest.ROWS, "cpu", rows)
+        assert checksum(values) == expected
 
 
 RECORDS = tuple(TensorRecord.of(f"layer.{i}", torch.full((2, 2), float(i + 1))) for i in range(3))
