@@ -1,7 +1,8 @@
-"""One host per SGLang server: the actor that owns it, and the same as the scheduler sees it."""
+"""One host per SGLang server: the actors that own it and its parts, and the same as the scheduler sees it."""
 
 import asyncio
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,16 @@ from rlhf_mp.config.schema import RolloutConfig, RunConfig
 from rlhf_mp.errors import EngineError, EngineLost
 from rlhf_mp.rollout.reward_server import reward_server_knobs
 from rlhf_mp.rollout.served_adapter import AdapterPlan, plan_adapter
-from rlhf_mp.rollout.sglang_server import Address, Kind, ServerPlan, SGLangServer, describe_exit, server_name
+from rlhf_mp.rollout.sglang_server import Address, Kind, ServerPlan, SGLangServer, describe_exit, free_port, server_name
 
+OWNER_GONE = "the process that owns it was killed or crashed"
 PORT_TAKEN, PORT_TRIES = "address already in use", 3
 
 
-def engine_log(logs: Path, index: int, start: int, kind: Kind = "engine") -> Path:
+def engine_log(logs: Path, index: int, start: int, kind: Kind = "engine", part: int = 0) -> Path:
     """Every server has a log of its own: what the one before wrote when it died stays as it was."""
-    return logs / (f"{kind}_{index}_restart_{start}.log" if start else f"{kind}_{index}.log")
+    name = f"{kind}_{index}" + f"_restart_{start}" * (start > 0) + f"_machine_{part + 1}" * (part > 0)
+    return logs / f"{name}.log"
 
 
 def adapter_of(plan: ServerPlan, config: RunConfig) -> AdapterPlan | None:
@@ -33,8 +36,8 @@ def knobs_of(plan: ServerPlan, config: RunConfig) -> RolloutConfig:
     return config.actor_rollout_ref.rollout if plan.kind == "engine" else reward_server_knobs(config)
 
 
-class EngineHost:
-    """Owns one SGLang server: the server ends with this actor, this actor with the job."""
+class ServerOwner:
+    """Starts a server, or a part of one, on its machine: it ends with this actor, this actor with the job."""
 
     def __init__(self, plan: ServerPlan, config: RunConfig, logs: Path, address: str):
         """
@@ -44,38 +47,118 @@ class EngineHost:
         self.plan, self.rollout, self.logs, self.host = plan, knobs_of(plan, config), logs, address
         self.context = config.data.max_prompt_length + config.data.max_response_length
         self.adapter = adapter_of(plan, config)
-        self.num_restarts = 0
-        self.server = self._start()
 
-    def _start(self) -> SGLangServer:
-        log = engine_log(self.logs, self.plan.index, self.num_restarts, self.plan.kind)
-        return SGLangServer(self.plan, self.rollout, self.context, log, host=self.host, adapter=self.adapter)
+    def launch(self, start: int, meet: str) -> None:
+        """By a thread that lasts: see SGLangServer."""
+        log = engine_log(self.logs, self.plan.index, start, self.plan.kind, self.plan.part)
+        self.server = SGLangServer(
+            self.plan, self.rollout, self.context, log, host=self.host, adapter=self.adapter, meet=meet
+        )
+
+    async def end(self) -> str:
+        """Waits for the end of the process that runs now, and says what it was."""
+        return describe_exit(await asyncio.to_thread(self.server.process.wait))
+
+    async def note_shared_memory(self) -> None:
+        """A guard, which looks now and then, may come too late."""
+        if tmp := os.environ.get("RLHF_MP_TMP"):
+            note_files(Path(tmp), belonging_to(f"RLHF_MP_JOB={os.environ['RLHF_MP_JOB']}", set()))
+
+
+class EnginePart(ServerOwner):
+    """Owns what a server of several machines has on one of them, but on its first."""
+
+    server: SGLangServer | None = None
+
+    async def run(self, start: int, meet: str) -> str:
+        """From the start to the end of the process; what is left of the one before ends first."""
+        if self.server:
+            await asyncio.to_thread(self.server.kill)
+        self.launch(start, meet)
+        return await self.end()
+
+
+class EngineHost(ServerOwner):
+    """Owns one SGLang server."""
+
+    def __init__(self, plan: ServerPlan, config: RunConfig, logs: Path, address: str, parts: Sequence[Any] = ()):
+        """
+        Args:
+            parts: actors that own the rest of the server, machine by machine.
+        """
+        super().__init__(plan, config, logs, address)
+        self.parts, self.num_restarts = parts, 0
+        self._start()
+        self._coming_up: asyncio.Task[None] | None = None  # made when first asked for: here is no event loop yet
+
+    def _start(self) -> None:
+        meet = f"{self.host}:{free_port()}" if self.parts else ""
+        self._runs = [part.run.remote(self.num_restarts, meet) for part in self.parts]
+        self.launch(self.num_restarts, meet)
 
     async def ready(self) -> Address:
-        """Where the server answers, once it does. It listens only after it has loaded, and its port may be taken then.
+        """Where the server answers, once it does.
 
         Raises:
             EngineError: it ended, or is not up in time.
         """
+        await self._up()
+        await self.note_shared_memory()
+        for part in self.parts:
+            part.note_shared_memory.remote()
+        return self.server.address
+
+    async def _up(self) -> None:
+        """Whoever asks, there is one answer for each start."""
+        if self._coming_up is None:
+            self._coming_up = asyncio.ensure_future(self._come_up())
+        await asyncio.shield(self._coming_up)
+
+    async def _come_up(self) -> None:
+        """A server listens only after it has loaded, and its port may be taken then."""
         for left in reversed(range(PORT_TRIES)):
             try:
-                await asyncio.to_thread(self.server.wait_ready, self.rollout.startup_timeout_s)
-                break
+                return await self._answers()
             except EngineError:
                 if not left or PORT_TAKEN not in self.server.log_tail():
                     raise
                 await self._start_again()
-        if tmp := os.environ.get("RLHF_MP_TMP"):  # a guard, which looks now and then, may come too late
-            note_files(Path(tmp), belonging_to(f"RLHF_MP_JOB={os.environ['RLHF_MP_JOB']}", set()))
-        return self.server.address
+
+    async def _answers(self) -> None:
+        up = asyncio.ensure_future(asyncio.to_thread(self.server.wait_ready, self.rollout.startup_timeout_s))
+        lost = asyncio.ensure_future(self._lost_part())
+        await asyncio.wait({up, lost}, return_when=asyncio.FIRST_COMPLETED)
+        if not up.done():
+            await asyncio.to_thread(self.server.kill)  # the others would wait for that part
+            await asyncio.wait({up})
+            raise EngineError(self.plan.name, lost.result()) from up.exception()
+        lost.cancel()
+        up.result()
+
+    async def _lost_part(self) -> str:
+        """Waits for the end of any part, and says what it was."""
+        part_of = {asyncio.ensure_future(awaited(run)): part for part, run in enumerate(self._runs, start=1)}
+        if not part_of:
+            return await asyncio.Future()  # never
+        done, _ = await asyncio.wait(part_of, return_when=asyncio.FIRST_COMPLETED)
+        end = done.pop()
+        log = engine_log(self.logs, self.plan.index, self.num_restarts, self.plan.kind, part_of[end])
+        how = f"ended: {OWNER_GONE}" if isinstance(end.exception(), ActorGone) else end.result()
+        return f"its part on machine {part_of[end] + 1} of {self.plan.num_parts} {how} ({log})"
 
     async def _start_again(self) -> None:
         await asyncio.to_thread(self.server.kill)
-        self.server = self._start()  # by this thread, which lasts: see SGLangServer
+        self._start()
 
     async def ended(self) -> str:
-        """Waits for the server's end, and says what it was."""
-        return describe_exit(await asyncio.to_thread(self.server.process.wait))
+        """Waits for the end of the server or of a part of it, and says what it was."""
+        try:
+            await self._up()
+        except EngineError as error:
+            return error.reason
+        ends = [asyncio.ensure_future(end) for end in (self.end(), self._lost_part())]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        return next(end.result() for end in ends if end.done())
 
     async def restart(self) -> Address:
         """End what is left of the server, start another by the same plan, and wait until it answers.
@@ -85,6 +168,7 @@ class EngineHost:
         """
         self.num_restarts += 1
         await self._start_again()
+        self._coming_up = None
         return await self.ready()
 
 
@@ -98,10 +182,10 @@ class RemoteHost:
         try:
             return await awaited(self.actor.ended.remote())
         except ActorGone:
-            return "the process that owns it was killed or crashed"
+            return OWNER_GONE
 
     async def restart(self) -> Address:
         try:
             return await awaited(self.actor.restart.remote())
         except ActorGone as error:
-            raise EngineLost(self.name, "the process that owns it was killed or crashed") from error
+            raise EngineLost(self.name, OWNER_GONE) from error

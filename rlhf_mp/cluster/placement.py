@@ -1,8 +1,9 @@
 """Which process runs where: a pure function of the config and the machine, computed alike everywhere."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import groupby, islice
 
 from rlhf_mp.config.schema import RunConfig
 from rlhf_mp.errors import ConfigError, Problem
@@ -13,12 +14,17 @@ Cores = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the servers are. Rank r trains on GPU r mod n_gpus_per_node of its node."""
+    """Where the servers, or their parts, are. Rank r trains on GPU r mod n_gpus_per_node of its node."""
 
     num_ranks: int
     servers: tuple[ServerPlan, ...]
     rank_cores: tuple[Cores, ...] = ()  # of each rank; empty: wherever the system likes
     reward_servers: tuple[ServerPlan, ...] = ()
+
+    def by_server(self) -> list[list[ServerPlan]]:
+        """The parts of each server, the one that answers first."""
+        plans = (*self.servers, *self.reward_servers)
+        return [list(parts) for _, parts in groupby(plans, key=lambda plan: plan.name)]
 
 
 @dataclass(frozen=True)
@@ -30,10 +36,18 @@ class Fleet:
     number: int
     width: int  # GPUs, or workers, of each
     machines: range  # the job's that may have some
+    span: int = 1  # machines of each
 
-    def nodes(self) -> list[int]:
-        """The machine of each: spread evenly, and none spans two (checks.py)."""
-        return [self.machines[index * len(self.machines) // self.number] for index in range(self.number)]
+    @property
+    def width_here(self) -> int:
+        """GPUs, or workers, that a server has on each of its machines."""
+        return self.width // self.span
+
+    def parts(self) -> list[tuple[int, int, int]]:
+        """(server, which part of it, machine): spread evenly over the machines, parts on neighbours."""
+        rows = len(self.machines) // self.span  # of machines that a server may have
+        firsts = [index * rows // self.number * self.span for index in range(self.number)]
+        return [(index, part, self.machines[at + part]) for index, at in enumerate(firsts) for part in range(self.span)]
 
 
 def place(config: RunConfig, on_cpu: bool, cores: Sequence[Cores] = ()) -> Placement:
@@ -55,35 +69,39 @@ def place(config: RunConfig, on_cpu: bool, cores: Sequence[Cores] = ()) -> Place
     path, width = config.actor_rollout_ref.model.path, rollout.tensor_model_parallel_size
     with_ranks = range(trainer.nnodes)
     alone = range(trainer.nnodes, trainer.nnodes + rollout.nnodes)
-    fleets = [Fleet("engine", path, rollout.num_engines, width, alone or with_ranks)]
+    fleets = [Fleet("engine", path, rollout.num_engines, width, alone or with_ranks, config.machines_per_engine)]
     if own.served:
         knobs = own.rollout
         served = Fleet("reward_server", own.model.path, knobs.num_engines, knobs.tensor_model_parallel_size, with_ranks)
         fleets.append(served)
-    rank_cores, fleet_cores = ((), [])
+    rank_cores, fleet_cores = (), None
     if disjoint and on_cpu:
         ranks = [trainer.n_gpus_per_node] * trainer.nnodes + [0] * rollout.nnodes
         rank_cores, fleet_cores = _shared_out(ranks, fleets, cores)
     taken = [trainer.n_gpus_per_node if disjoint else 0] * trainer.nnodes + [0] * rollout.nnodes  # GPUs of each machine
     placed = []
     for fleet in fleets:
-        nodes, servers = fleet.nodes(), []
-        for index, node in enumerate(nodes):
-            first = taken[node] + (index - nodes.index(node)) * fleet.width
+        here: Counter[int] = Counter()  # servers, or parts of one, that each machine has so far
+        servers = []
+        for index, part, node in fleet.parts():
+            first = taken[node] + here[node] * fleet.width_here
             servers.append(
                 ServerPlan(
                     index=index,
                     model_path=fleet.model_path,
                     on_cpu=on_cpu,
-                    gpus=() if on_cpu else tuple(range(first, first + fleet.width)),
+                    gpus=() if on_cpu else tuple(range(first, first + fleet.width_here)),
                     seed=trainer.seed + index,
                     node=node,
-                    cores=fleet_cores[len(placed)][index] if fleet_cores else (),
+                    cores=fleet_cores[len(placed)][node][here[node]] if fleet_cores else (),
                     kind=fleet.kind,
+                    part=part,
+                    num_parts=fleet.span,
                 )
             )
+            here[node] += 1
         if disjoint:
-            taken = [used + nodes.count(node) * fleet.width for node, used in enumerate(taken)]
+            taken = [used + here[node] * fleet.width_here for node, used in enumerate(taken)]
         placed.append(tuple(servers))
     return Placement(trainer.num_ranks, placed[0], rank_cores, placed[1] if own.served else ())
 
@@ -97,13 +115,17 @@ def devices_per_node(config: RunConfig) -> int:
 
 def _shared_out(
     ranks_of: Sequence[int], fleets: Sequence[Fleet], machines: Sequence[Cores]
-) -> tuple[tuple[Cores, ...], list[list[Cores]]]:
-    """Equally many for each of a machine's ranks and servers' workers, ranks first; what is left is nobody's."""
+) -> tuple[tuple[Cores, ...], list[list[list[Cores]]]]:
+    """Equally many for each of a machine's ranks and servers' workers, ranks first; what is left is nobody's.
+
+    Returns:
+        Of each rank; of each fleet, machine and server there.
+    """
     of_ranks: list[Cores] = []
-    of_fleets: list[list[Cores]] = [[] for _ in fleets]
+    of_fleets: list[list[list[Cores]]] = [[] for _ in fleets]
     for node, (ranks, cores) in enumerate(zip(ranks_of, machines, strict=True)):
-        here = [fleet.nodes().count(node) for fleet in fleets]
-        workers = sum(number * fleet.width for number, fleet in zip(here, fleets, strict=True))
+        here = [sum(where == node for _, _, where in fleet.parts()) for fleet in fleets]
+        workers = sum(number * fleet.width_here for number, fleet in zip(here, fleets, strict=True))
         each = len(cores) // (ranks + workers)
         if each == 0:
             reason = f"{ranks} rank(s) and {workers} server worker(s) of machine {node} on {len(cores)} core(s)"
@@ -116,7 +138,7 @@ def _shared_out(
         left = iter(cores)
         of_ranks += [tuple(islice(left, each)) for _ in range(ranks)]
         for found, number, fleet in zip(of_fleets, here, fleets, strict=True):
-            found += [tuple(islice(left, each * fleet.width)) for _ in range(number)]
+            found.append([tuple(islice(left, each * fleet.width_here)) for _ in range(number)])
     return tuple(of_ranks), of_fleets
 
 

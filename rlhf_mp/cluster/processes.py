@@ -104,6 +104,14 @@ def alive_in_group(group: int) -> set[int]:
     return {pid for pid in pids if (fields := stat(pid)) and fields[2] == str(group) and fields[0] not in "ZX"}
 
 
+def is_resource_tracker(pid: int) -> bool:
+    """Whether it is multiprocessing's own process that tidies up after others."""
+    try:
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 def end(remaining: Callable[[], set[int]]) -> tuple[set[int], set[int]]:
     """SIGTERM, later SIGKILL, to all of ``remaining()`` until there are none.
 

@@ -15,14 +15,14 @@ from typing import Any
 from rlhf_mp.cluster import bootstrap
 from rlhf_mp.cluster.actors import DataFacts, SchedulerActor
 from rlhf_mp.cluster.client import RolloutClient
-from rlhf_mp.cluster.engine_host import EngineHost, engine_log
+from rlhf_mp.cluster.engine_host import EngineHost, EnginePart, engine_log
 from rlhf_mp.cluster.engine_machines import EngineMachines
 from rlhf_mp.cluster.engine_pool import News
 from rlhf_mp.cluster.launcher import RankInfo, visible_gpus
 from rlhf_mp.cluster.placement import Placement, on_host
 from rlhf_mp.cluster.ranks import Ranks
 from rlhf_mp.config.schema import RunConfig
-from rlhf_mp.rollout.sglang_server import Address, Kind
+from rlhf_mp.rollout.sglang_server import Address, Kind, ServerPlan
 
 WATCH_S = 0.5  # how long a stop may have to wait for the watching thread
 SCHEDULER = "the rollout scheduler"
@@ -100,15 +100,13 @@ class Services:
         )  # fmt: skip
         self._watched = {SCHEDULER: scheduler.news.remote()}
         log_files = {SCHEDULER: scheduler_log}
-        for plan in (*placement.servers, *placement.reward_servers):
-            host = self.hosts[plan.node]
-            owner = bootstrap.create_actor(
-                EngineHost, on_host(plan, host.visible_gpus), config, self._logs, host.address,
-                name=f"{plan.kind}_{plan.index}", max_concurrency=8, node=host.node_id,
-            )  # fmt: skip
-            self._owners.setdefault(plan.kind, {})[plan.name] = owner
-            self._watched[plan.name] = owner.ended.remote()
-            log_files[plan.name] = engine_log(self._logs, plan.index, 0, plan.kind)
+        for plans in placement.by_server():
+            first, *others = plans
+            parts = [self._own(EnginePart, plan, config) for plan in others]
+            owner = self._own(EngineHost, first, config, parts)
+            self._owners.setdefault(first.kind, {})[first.name] = owner
+            self._watched[first.name] = owner.ended.remote()
+            log_files[first.name] = engine_log(self._logs, first.index, 0, first.kind)
 
         def watch() -> None:
             while not self._stopping.is_set():
@@ -127,6 +125,15 @@ class Services:
 
         self._watch = threading.Thread(target=watch, name="services watch", daemon=True)
         self._watch.start()
+
+    def _own(self, kind: type, plan: ServerPlan, config: RunConfig, *more: Any) -> Any:
+        """An actor on the plan's machine."""
+        host = self.hosts[plan.node]
+        return bootstrap.create_actor(
+            kind, on_host(plan, host.visible_gpus), config, self._logs, host.address, *more,
+            name=f"{plan.kind}_{plan.index}" + f"_part_{plan.part}" * (plan.part > 0),
+            max_concurrency=8, node=host.node_id,
+        )  # fmt: skip
 
     def _tell(self, news: News) -> None:
         print(f"{news.name}: {news.text}", flush=True)

@@ -167,20 +167,15 @@ def _engine_problems(config: RunConfig) -> Iterator[Problem]:
             "trainer.placement=colocated has every engine on a machine of ranks",
             f"trainer.placement=disjoint, or {ROLLOUT}.nnodes=0",
         )
-    if engines < rollout.nnodes:
+    if engines * config.machines_per_engine < rollout.nnodes:
         yield Problem(
             f"{ROLLOUT}.num_engines",
             engines,
             f"a machine of the {rollout.nnodes} that are for engines would have none",
             f"{ROLLOUT}.num_engines={rollout.nnodes}, or {ROLLOUT}.nnodes={engines}",
         )
-    if colocated and trainer.n_gpus_per_node % tp:
-        yield Problem(
-            f"{ROLLOUT}.tensor_model_parallel_size",
-            tp,
-            f"does not divide trainer.n_gpus_per_node = {trainer.n_gpus_per_node}, so an engine would span machines",
-            f"{ROLLOUT}.tensor_model_parallel_size={_largest_divisor(trainer.n_gpus_per_node, tp)}",
-        )
+    if spanning := list(_spanning_problems(config)):
+        yield from spanning
     elif colocated and trainer.device != "cpu" and trainer.num_ranks % (tp * engines):
         yield Problem(
             f"{ROLLOUT}.num_engines",
@@ -212,6 +207,26 @@ def _engine_problems(config: RunConfig) -> Iterator[Problem]:
             "greedy responses (val_kwargs.temperature=0) to one prompt are all the same",
             f"{ROLLOUT}.val_kwargs.n=1, or {ROLLOUT}.val_kwargs.temperature=1",
         )
+
+
+def _spanning_problems(config: RunConfig) -> Iterator[Problem]:
+    """Of engines and the borders of machines."""
+    rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
+    key, tp = f"{ROLLOUT}.tensor_model_parallel_size", rollout.tensor_model_parallel_size
+    per_node, machines = trainer.n_gpus_per_node, rollout.nnodes or trainer.nnodes
+    wider = tp > per_node and machines * per_node % tp == tp % per_node == 0
+    if rollout.allow_cross_node and tp > per_node:
+        if not wider:
+            reason = (
+                f"an engine on several machines has all of trainer.n_gpus_per_node = {per_node} on each, as many "
+                f"machines as every other, and {machines} are for engines"
+            )
+            whole = _largest_divisor(machines, tp // per_node)
+            yield Problem(key, tp, reason, f"{key}={whole * per_node}")
+    elif trainer.placement == "colocated" and per_node % tp:
+        reason = f"does not divide trainer.n_gpus_per_node = {per_node}, so an engine would span machines"
+        inside = f"{key}={_largest_divisor(per_node, tp)}"
+        yield Problem(key, tp, reason, f"{inside}, or {ROLLOUT}.allow_cross_node=true" if wider else inside)
 
 
 def _trainer_problems(config: RunConfig) -> Iterator[Problem]:

@@ -36,6 +36,11 @@ class RolloutConfig:
     nnodes: int = knob(
         0, "machines that have engines and no ranks, beside trainer.nnodes; 0: engines are on the ranks' machines", ge=0
     )
+    allow_cross_node: bool = knob(
+        False,
+        "an engine of more than trainer.n_gpus_per_node GPUs lies on several machines; its layers' sums then cross "
+        "the network",
+    )
     gpu_memory_utilization: float = knob(0.5, "share of a GPU for weights and KV cache of the engine", gt=0, le=1)
     free_cache_engine: bool | None = knob(
         None, "engines give weights and KV cache back while the trainer works; unset: where they share its GPUs"

@@ -280,6 +280,13 @@ class RunConfig:
         return self.actor_rollout_ref.rollout.nnodes if self.trainer.task == "rl" else 0
 
     @property
+    def machines_per_engine(self) -> int:
+        """1, unless engines may be, and are, wider than a machine."""
+        rollout = self.actor_rollout_ref.rollout
+        wider = rollout.tensor_model_parallel_size // self.trainer.n_gpus_per_node
+        return max(1, wider) if rollout.allow_cross_node else 1
+
+    @property
     def updates_per_step(self) -> int:
         """Optimizer steps between two weight versions."""
         actor = self.actor_rollout_ref.actor

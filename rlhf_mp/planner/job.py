@@ -159,6 +159,7 @@ class Engine:
     prefill_tokens: int = 8192
     sleeps: bool = False  # gives weights and KV cache back between rollouts
     on_own_gpus: bool = False  # disjoint placement: the trainer's memory is elsewhere
+    span: int = 1  # machines that one lies on
     own_machines: int = 0  # that have no ranks; 0: engines are on the machines of the ranks
 
 

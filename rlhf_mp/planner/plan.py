@@ -84,7 +84,7 @@ def node_bytes(job: Job, moment: Moment) -> float:
     for role, fleet in fleets.items():
         machines = fleet.own_machines or job.layout.num_ranks / ranks
         each = fleet.tp * total([term for term in moment.terms if term.role is role], on_host=True) + ENGINE_PROCESSES
-        servers = max(1.0, fleet.num_engines / machines) * each
+        servers = max(1 / fleet.span, fleet.num_engines / machines) * each
         if fleet.own_machines:
             alone = servers + ray
         else:

@@ -30,6 +30,7 @@ def engine_of(config: RunConfig, sequence: int, *, on_gpu: bool) -> planned.Engi
         prefill_tokens=rollout.max_num_batched_tokens,
         sleeps=config.engines_sleep(on_gpu),
         on_own_gpus=config.trainer.placement == "disjoint",
+        span=config.machines_per_engine,
         own_machines=config.engine_machines,
     )
 

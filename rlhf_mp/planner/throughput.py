@@ -127,11 +127,20 @@ def _rollout_seconds(job: Job, engine: Engine, workload: Workload, cache_tokens:
     cache_read = at_once * average * cache_bytes_per_token(shape, engine.tp, engine.cache_bytes).value
     memory = (engine_weights(shape, engine).value + cache_read) / (gpu.memory_rate * DECODE_EFFICIENCY)
     arithmetic = 2 * shape.matmul_params * at_once / engine.tp / (gpu.bf16_flops * FORWARD_EFFICIENCY)
-    token = max(memory, arithmetic) + DECODE_OVERHEAD_S
+    token = max(memory, arithmetic) + _sums_seconds(job, engine, at_once) + DECODE_OVERHEAD_S
     # prompts of one group share their prefix: it is read once
     prompts = workload.prompts * workload.prompt_tokens / engine.num_engines
     prefill = prompts * forward_flops(shape, workload.prompt_tokens) / (engine.tp * gpu.bf16_flops * FORWARD_EFFICIENCY)
+    prefill += _sums_seconds(job, engine, prompts)
     return prefill + sequences / at_once * workload.response_tokens * token
+
+
+def _sums_seconds(job: Job, engine: Engine, tokens: float) -> float:
+    """An engine on several machines adds up every layer's two outputs over the network, there and back."""
+    if engine.span == 1:
+        return 0.0
+    moved = 2 * 2 * job.model.layers * job.model.hidden * engine.weight_bytes * tokens
+    return moved / (min(job.gpu.peer_rate, job.network_rate) * LINK_EFFICIENCY)
 
 
 def _parking_seconds(plan: Plan) -> float:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlhf_mp.cluster import guard
-from rlhf_mp.cluster.processes import alive_in_group
+from rlhf_mp.cluster.processes import alive_in_group, is_resource_tracker
 from rlhf_mp.config.schema import RolloutConfig
 from rlhf_mp.errors import EngineError
 from rlhf_mp.rollout import served_adapter
@@ -31,6 +31,8 @@ LOG_TAIL = 30
 # Variables a server may inherit. Everything else, the launcher's RANK and MASTER_* above all, stays outside.
 INHERITED = ("PATH", "HOME", "USER", "LANG", "TMPDIR", "VIRTUAL_ENV", *guard.INHERITED)
 INHERITED_PREFIXES = ("LC_", "LD_", "HF_", "SGLANG_", "NCCL_", "GLOO_", "CUDA_HOME", "CUDA_PATH", "TRITON_", "TVM_")
+TRACKER_S = 2.0
+"""Python's resource trackers remove the semaphores of processes that were killed, and end then by themselves."""
 GRPC_OFFSET = 10_000  # the server also listens at port + 10000
 WITHOUT_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a cluster's proxy can't reach engines
 
@@ -41,7 +43,7 @@ Kind = Literal["engine", "reward_server"]
 
 @dataclass(frozen=True)
 class ServerPlan:
-    """Everything that decides one server's command line."""
+    """Everything that decides the command line of one server, or of its part on one machine."""
 
     index: int
     model_path: str
@@ -51,6 +53,8 @@ class ServerPlan:
     node: int = 0  # number of its machine
     cores: tuple[int, ...] = ()  # all of its processes keep to these; empty: to any
     kind: Kind = "engine"
+    part: int = 0  # of a server that lies on several machines; the first one answers
+    num_parts: int = 1
 
     @property
     def name(self) -> str:
@@ -76,11 +80,12 @@ class Address:
         return {"lora_path": self.adapter} if self.adapter else {}
 
 
-def server_arguments(plan: ServerPlan, rollout: RolloutConfig, context: int) -> list[str]:
+def server_arguments(plan: ServerPlan, rollout: RolloutConfig, context: int, meet: str = "") -> list[str]:
     """SGLang's arguments from ours; ``engine_args`` come last and win. False and null leave an option out.
 
     Args:
         context: tokens of the longest prompt and response together.
+        meet: host and port where the parts of a server of several machines find each other.
     """
     arguments: dict[str, Any] = {
         "model-path": plan.model_path,
@@ -94,6 +99,8 @@ def server_arguments(plan: ServerPlan, rollout: RolloutConfig, context: int) -> 
         "skip-tokenizer-init": True,
         "log-level": "warning",
     }
+    if plan.num_parts > 1:
+        arguments |= {"nnodes": plan.num_parts, "node-rank": plan.part, "dist-init-addr": meet}
     if rollout.max_total_tokens is not None:
         arguments["max-total-tokens"] = rollout.max_total_tokens
     if plan.on_cpu:
@@ -186,9 +193,11 @@ class SGLangServer:
         log_file: Path,
         host: str = "127.0.0.1",
         adapter: AdapterPlan | None = None,
+        meet: str = "",
     ):
         """
         Args:
+            meet: as ``server_arguments`` has it.
             adapter: that swaps replace, beside a base that stays; None: swaps bring whole models.
         """
         self.name = plan.name
@@ -197,7 +206,7 @@ class SGLangServer:
         self.address = Address(url, secrets.token_hex(16), served_adapter.NAME if adapter else "")
         port = url.rsplit(":", 1)[1]
         self._keys = private_file({"api-key": self.address.key, "admin-api-key": self.address.key})
-        command = [sys.executable, "-m", "sglang.launch_server", *server_arguments(plan, rollout, context)]
+        command = [sys.executable, "-m", "sglang.launch_server", *server_arguments(plan, rollout, context, meet)]
         self._adapter = Path(tempfile.mkdtemp(prefix="adapter_")) if adapter else None
         if adapter:
             served_adapter.write_empty(adapter, self._adapter)
@@ -269,10 +278,12 @@ class SGLangServer:
 
     def kill(self, patience_s: float = 10.0) -> None:
         """End the server and its workers at once, stopped or hanging ones too; a GPU's memory is free afterwards."""
-        deadline = time.monotonic() + patience_s
-        while alive_in_group(self.process.pid) and time.monotonic() < deadline:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
+        began = time.monotonic()
+        while (left := alive_in_group(self.process.pid)) and (elapsed := time.monotonic() - began) < patience_s:
+            trackers = set(filter(is_resource_tracker, left)) if elapsed < TRACKER_S else set()
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT if pid in trackers else signal.SIGKILL)
             time.sleep(0.05)
 
 

@@ -2,8 +2,11 @@
 
 import asyncio
 import os
+import re
 import signal
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -32,15 +35,26 @@ PLAN = ServerPlan(index=2, model_path="m", on_cpu=True, gpus=(), seed=1)
 
 
 @pytest.fixture
-def host(tmp_path, monkeypatch):
+def make(tmp_path, monkeypatch):
     program = tmp_path / "program"
     program.write_text(ANSWERING)
     program.chmod(0o755)
     monkeypatch.setattr(sglang_server.sys, "executable", str(program))
     tree = {"data": {"train_files": "t"}, "actor_rollout_ref": {"model": {"path": "m", "dtype": "float32"}}}
-    made = EngineHost(PLAN, config_from_dict(tree), tmp_path / "logs", "127.0.0.1")
-    yield made
-    made.server.kill()
+    made = []
+
+    def make(plan=PLAN, parts=()):
+        made.append(EngineHost(plan, config_from_dict(tree), tmp_path / "logs", "127.0.0.1", parts))
+        return made[-1]
+
+    yield make
+    for host in made:
+        host.server.kill()
+
+
+@pytest.fixture
+def host(make):
+    return make()
 
 
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
@@ -68,6 +82,90 @@ def test_a_port_that_somebody_took_meanwhile_costs_no_restart(host, tmp_path):
         address = await host.restart()
         assert address == host.server.address and host.server.process.pid != before and host.num_restarts == 1
         assert engine_log(tmp_path / "logs", 2, 1).read_text().count("I am") == 2
+
+    asyncio.run(run())
+
+
+class Part:
+    """The owner of another machine's part, as its handle shows it: every run ends when the test says so."""
+
+    def __init__(self):
+        self.runs, self.asked, self.noted = [], [], 0
+        self.run = self.note_shared_memory = self
+
+    def remote(self, *words):
+        if not words:
+            self.noted += 1
+            return None
+        self.asked.append(words)
+        self.runs.append(asyncio.get_running_loop().create_future())
+        return self.runs[-1]
+
+
+OF_TWO_MACHINES = replace(PLAN, num_parts=2)
+
+
+def test_the_end_of_a_part_is_the_end_of_the_server_and_a_restart_starts_both(make):
+    async def run():
+        host = make(OF_TWO_MACHINES, [part := Part()])
+        await host.ready()
+        command = Path(f"/proc/{host.server.process.pid}/cmdline").read_text().split("\0")
+        (start, meet), ended = part.asked[0], asyncio.create_task(host.ended())
+        assert start == 0 and command[command.index("--dist-init-addr") + 1] == meet and part.noted == 1
+        assert [command[command.index(f"--{name}") + 1] for name in ("nnodes", "node-rank")] == ["2", "0"]
+        part.runs[0].set_result("was killed by SIGKILL")
+        assert re.match(r"its part on machine 2 of 2 was killed by SIGKILL .*engine_2_machine_2\.log\)", await ended)
+        old = host.server.process
+        await host.restart()
+        assert old.poll() is not None and host.server.process.poll() is None
+        assert part.asked[1][0] == 1 and not part.runs[1].done()
+
+    asyncio.run(run())
+
+
+def test_a_part_that_does_not_start_ends_the_waiting_at_once(make, tmp_path):
+    (tmp_path / "program").write_text(ANSWERING.replace("self.send_response(200)", "self.send_response(503)"))
+
+    async def run():
+        host = make(OF_TWO_MACHINES, [part := Part()])
+        ready = asyncio.create_task(host.ready())
+        await asyncio.sleep(0.5)
+        part.runs[0].set_exception(ActorGone("actor died"))
+        with pytest.raises(EngineError, match="SGLang engine 2: its part on machine 2 of 2 ended: the process that"):
+            await ready
+        assert host.server.process.poll() is not None
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("signum", [0, signal.SIGSTOP])
+def test_a_server_that_is_killed_leaves_no_semaphore(make, tmp_path, signum):
+    locked = "import multiprocessing\nlock = multiprocessing.get_context('spawn').Lock()\nprint(lock._semlock.name)\n"
+    (tmp_path / "program").write_text(ANSWERING.replace("import os, sys\n", "import os, sys\n" + locked))
+
+    async def run():
+        host = make()
+        await host.ready()
+        semaphore = Path("/dev/shm") / f"sem.{host.server.log_tail().split()[0].removeprefix('/')}"
+        assert semaphore.exists()
+        os.killpg(host.server.process.pid, signum)
+        host.server.kill()
+        assert host.server.process.wait(1) == -signal.SIGKILL
+        assert not semaphore.exists()
+
+    asyncio.run(run())
+
+
+def test_a_port_that_is_taken_at_the_first_start_is_not_told_as_an_end(make, tmp_path):
+    (tmp_path / "taken").touch()
+
+    async def run():
+        host = make()
+        ended = asyncio.create_task(host.ended())
+        await host.ready()
+        assert not ended.done() and engine_log(tmp_path / "logs", 2, 0).read_text().count("I am") == 2
+        host.server.kill()
+        assert await ended == "was killed by SIGKILL"
 
     asyncio.run(run())
 

@@ -65,6 +65,39 @@ def test_fewer_engines_than_gpus_start_at_gpu_0_of_every_machine():
     assert [(server.node, server.gpus) for server in servers] == [(0, (0, 1)), (1, (0, 1))]
 
 
+@pytest.mark.parametrize(
+    ("nodes", "tp", "rollout", "expected"),
+    [
+        (4, 4, {}, [(0, 0, 0), (0, 1, 1), (1, 0, 2), (1, 1, 3)]),
+        (4, 8, {}, [(0, 0, 0), (0, 1, 1), (0, 2, 2), (0, 3, 3)]),
+        (4, 4, {"num_engines": 1}, [(0, 0, 0), (0, 1, 1)]),
+        (2, 2, {}, [(0, 0, 0), (1, 0, 1)]),
+    ],
+)
+def test_a_wider_engine_lies_on_neighbouring_machines_and_has_all_of_their_gpus(nodes, tp, rollout, expected):
+    servers = plans(2, tp, on_cpu=False, num_nodes=nodes, allow_cross_node=True, **rollout).servers
+    assert [(server.index, server.part, server.node) for server in servers] == expected
+    assert {server.gpus for server in servers} == {(0, 1)}
+    assert {server.num_parts for server in servers} == {max(1, tp // 2)}
+
+
+def test_wider_engines_beside_ranks_have_the_gpus_and_cores_after_those_of_the_ranks():
+    wide = {"placement": "disjoint", "num_nodes": 2, "allow_cross_node": True, "num_engines": 2}
+    gpus = plans(2, 4, **wide).servers
+    assert [(s.index, s.node, s.gpus) for s in gpus] == [(0, 0, (2, 3)), (0, 1, (2, 3)), (1, 0, (4, 5)), (1, 1, (4, 5))]
+    cores = plans(2, 4, on_cpu=True, cores=[range(6), range(10, 16)], **wide).servers
+    assert [s.cores for s in cores] == [(2, 3), (12, 13), (4, 5), (14, 15)]
+
+
+def test_the_parts_of_a_server_come_together_the_first_one_first():
+    placement = plans(2, 4, num_nodes=4, allow_cross_node=True)
+    assert [[(p.index, p.part) for p in parts] for parts in placement.by_server()] == [
+        [(0, 0), (0, 1)],
+        [(1, 0), (1, 1)],
+    ]
+    assert [len(parts) for parts in plans(2, 1, num_nodes=2).by_server()] == [1] * 4
+
+
 def test_on_cpu_engines_have_no_gpu_and_any_number_goes():
     placement = plans(2, 1, on_cpu=True, num_engines=3)
     assert [(server.gpus, server.on_cpu) for server in placement.servers] == [((), True)] * 3

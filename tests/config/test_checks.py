@@ -274,6 +274,21 @@ def test_any_number_of_engines_goes_on_cpu(problems_of):
     ]
 
 
+def test_an_engine_lies_on_several_machines_only_if_asked(problems_of):
+    words = ["trainer.nnodes=4", "trainer.n_gpus_per_node=2", "actor_rollout_ref.weight_sync.transport=distributed"]
+    key = f"{ROLLOUT}.tensor_model_parallel_size"
+    wide = [*words, f"{ROLLOUT}.allow_cross_node=true"]
+    refused = problems_of(*words, f"{key}=4")[key]
+    assert "so an engine would span machines" in refused.reason
+    assert refused.fix == f"{key}=2, or {ROLLOUT}.allow_cross_node=true"
+    for fits in (1, 2, 4, 8):
+        assert problems_of(*wide, f"{key}={fits}") == {}
+    for fits_not, fix in {3: 2, 6: 4, 16: 8}.items():
+        problem = problems_of(*wide, f"{key}={fits_not}")[key]
+        assert "all of trainer.n_gpus_per_node = 2 on each" in problem.reason
+        assert problem.fix == f"{key}={fix}"
+
+
 def test_a_refused_value_is_not_also_judged_by_the_rules(problems_of):
     (problem,) = problems_of(f"{ROLLOUT}.tensor_model_parallel_size=0").values()
     assert problem.reason == "must be at least 1"

@@ -10,7 +10,7 @@ from rlhf_mp.planner.job import FUSED, Batch, Engine, Job, MegatronLayout, Workl
 from rlhf_mp.planner.known_models import find_model
 from rlhf_mp.planner.model_shape import ModelShape
 from rlhf_mp.planner.plan import make_plan
-from rlhf_mp.planner.throughput import TRAIN_EFFICIENCY, forward_flops, step_time, training_flops
+from rlhf_mp.planner.throughput import LINK_EFFICIENCY, TRAIN_EFFICIENCY, forward_flops, step_time, training_flops
 
 # arXiv:2205.05198, tables 3 and 5: heads, hidden, layers, global batch, GPUs, seconds an iteration, MFU in percent
 # (A100, 312 TFLOP/s; 2048 tokens a sequence, vocabulary 51,200)
@@ -107,6 +107,16 @@ def test_decoding_is_bound_by_the_weights_when_few_sequences_run():
     cache = 1024 * 131_072  # 512 + 1024 / 2 tokens on average
     expected = 1024 * ((2 * LLAMA.num_params + cache) / (0.65 * 3.35e12) + 0.004)
     assert time == pytest.approx(expected, rel=0.02)
+
+
+def test_an_engine_on_several_machines_waits_for_the_network():
+    def rollout(span):
+        job = replace(JOB, engine=Engine(tp=2, num_engines=1, span=span))
+        return step_time(make_plan(job), Workload(1, 1, 512, 1024)).seconds[Phase.rollout]
+
+    # 512 tokens of prompt and 1,024 of response, 32 layers, two sums of 4,096 elements of 2 bytes in each, both ways
+    moved = (512 + 1024) * 32 * 2 * 4096 * 2 * 2
+    assert rollout(2) - rollout(1) == pytest.approx(moved / (JOB.network_rate * LINK_EFFICIENCY), rel=1e-6)
 
 
 def test_utilization_falls_with_the_tokens_of_a_micro_batch():
