@@ -111,8 +111,8 @@ def test_engine_args_can_take_an_option_of_ours_away(nothing):
 def test_every_knob_of_the_engine_changes_the_command_line():
     """But those that the scheduler sends with each request, or that decide about servers as such."""
     elsewhere = {
-        "name", "n", "temperature", "top_p", "top_k", "num_engines", "nnodes", "startup_timeout_s", "request_timeout_s",
-        "val_kwargs", "multi_turn", "max_staleness", "over_sample_rate",
+        "name", "n", "temperature", "top_p", "top_k", "num_engines", "nnodes", "allow_cross_node", "startup_timeout_s",
+        "request_timeout_s", "val_kwargs", "multi_turn", "max_staleness", "over_sample_rate",
         "health_check_interval_s", "health_check_timeout_s",
     }  # fmt: skip
     changed = {
