@@ -34,10 +34,15 @@ def _maps(pid: int) -> str:
 
 def remove_files(names: set[str], torch_pids: set[int], prefix: str) -> None:
     """Remove the named files, torch's of these processes ("torch_<pid>_..."), and whatever begins with ``prefix``."""
-    for path in SHARED_MEMORY.iterdir():
-        torch_file = re.match(r"torch_(\d+)_", path.name)
-        if path.name in names or path.name.startswith(prefix) or (torch_file and int(torch_file[1]) in torch_pids):
-            try:
-                path.unlink()
-            except (FileNotFoundError, PermissionError):  # another guard was faster; another user's
-                pass
+
+    def is_ours(name: str) -> bool:
+        torch_file = re.match(r"torch_(\d+)_", name)
+        return name.startswith(prefix) or bool(torch_file and int(torch_file[1]) in torch_pids)
+
+    remove_named(names | {path.name for path in SHARED_MEMORY.iterdir() if is_ours(path.name)})
+
+
+def remove_named(names: Iterable[str]) -> None:
+    for name in names:
+        with suppress(FileNotFoundError, PermissionError):  # somebody was faster; another user's
+            (SHARED_MEMORY / name).unlink()

@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from rlhf_mp.cluster import guard
 from rlhf_mp.cluster.processes import alive_in_group, is_resource_tracker
+from rlhf_mp.cluster.shared_memory import remove_named, untidy_files
 from rlhf_mp.config.schema import RolloutConfig
 from rlhf_mp.errors import EngineError
 from rlhf_mp.rollout import served_adapter
@@ -265,19 +266,18 @@ class SGLangServer:
         return "\n".join(lines[-num_lines:])
 
     def stop(self, grace_s: float = 5.0) -> None:
-        """End the server and its workers."""
-        for sig in (signal.SIGTERM, signal.SIGKILL):
-            try:
-                os.killpg(self.process.pid, sig)
-            except ProcessLookupError:
-                return
-            try:
-                self.process.wait(grace_s)
-            except subprocess.TimeoutExpired:
-                continue
+        """Ask the server and its workers to end; what is left after ``grace_s`` is killed."""
+        files = untidy_files(alive_in_group(self.process.pid))
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(grace_s)
+        self.kill()
+        remove_named(files)
 
     def kill(self, patience_s: float = 10.0) -> None:
         """End the server and its workers at once, stopped or hanging ones too; a GPU's memory is free afterwards."""
+        files = untidy_files(alive_in_group(self.process.pid))
         began = time.monotonic()
         while (left := alive_in_group(self.process.pid)) and (elapsed := time.monotonic() - began) < patience_s:
             trackers = set(filter(is_resource_tracker, left)) if elapsed < TRACKER_S else set()
@@ -285,6 +285,8 @@ class SGLangServer:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGCONT if pid in trackers else signal.SIGKILL)
             time.sleep(0.05)
+        self.process.poll()
+        remove_named(files)
 
 
 def describe_exit(code: int) -> str:

@@ -7,6 +7,7 @@ import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 
@@ -152,6 +153,24 @@ def test_a_server_that_is_killed_leaves_no_semaphore(make, tmp_path, signum):
         host.server.kill()
         assert host.server.process.wait(1) == -signal.SIGKILL
         assert not semaphore.exists()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("end", ["stop", "kill"])
+def test_a_server_that_ends_leaves_none_of_its_shared_memory(make, tmp_path, end):
+    name = f"sgl_shm_mq_{uuid4().hex}"
+    mapped = (
+        f"import mmap\nfile = open('/dev/shm/{name}', 'wb+')\nfile.truncate(8)\nkept = mmap.mmap(file.fileno(), 8)\n"
+    )
+    (tmp_path / "program").write_text(ANSWERING.replace("import os, sys\n", "import os, sys\n" + mapped))
+
+    async def run():
+        host = make()
+        await host.ready()
+        assert (Path("/dev/shm") / name).exists()
+        getattr(host.server, end)()
+        assert not (Path("/dev/shm") / name).exists()
 
     asyncio.run(run())
 
