@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 
 GB = 1e9  # what documents and data sheets print
 GIB = 2.0**30  # what nvidia-smi, torch and /proc/meminfo count in
@@ -53,6 +54,7 @@ def _grouped(formula: str) -> str:
     return f"({formula})" if " + " in formula else formula
 
 
+@lru_cache(4096)  # a search writes the same few numbers a hundred thousand times
 def _number(value: float) -> str:
     return f"{value:,.0f}" if float(value).is_integer() else repr(float(value))
 

@@ -1,6 +1,7 @@
 """What decides a decoder's memory and arithmetic: its shape, as counts. Parameters are counted, never guessed."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class ModelShape:
     def kv_dim(self) -> int:
         return self.kv_heads * self.head_dim
 
-    @property
+    @cached_property
     def attention_params(self) -> int:
         matrices = 2 * self.hidden * self.q_dim + 2 * self.hidden * self.kv_dim
         biases = (self.q_dim + 2 * self.kv_dim) * self.qkv_bias + self.hidden * self.out_bias
@@ -51,7 +52,7 @@ class ModelShape:
         """Of all layers and the one after the last: replicated under tensor parallelism."""
         return (self.layers * self.norms_per_layer + 1) * self.hidden * self.norm_vectors
 
-    @property
+    @cached_property
     def linear_params(self) -> int:
         """Of the attention and MLP matrices of all layers: what LoRA wraps and quantization shrinks."""
         return self.layers * (self.attention_params + self.mlp_params)
@@ -68,7 +69,7 @@ class ModelShape:
     def head_params(self) -> int:
         return (0 if self.tied else self.vocab * self.hidden) + self.vocab * self.head_bias
 
-    @property
+    @cached_property
     def num_params(self) -> int:
         return self.linear_params + self.norm_params + self.embedding_params + self.head_params
 

@@ -1,6 +1,7 @@
 """Bytes per GPU and host at every moment of a training step, and whether they fit."""
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from rlhf_mp.phase import Phase
 from rlhf_mp.planner import activations, reward, states
@@ -28,11 +29,11 @@ class Moment:
     name: str
     terms: list[Term]
 
-    @property
+    @cached_property
     def gpu_bytes(self) -> float:
         return total(self.terms, on_host=False)
 
-    @property
+    @cached_property
     def host_bytes(self) -> float:
         return total(self.terms, on_host=True)
 
@@ -46,7 +47,7 @@ class Plan:
     cache_tokens: float | None  # that fit an engine's KV cache
     problems: list[str] = field(default_factory=list)  # why it does not fit, the worst first
 
-    @property
+    @cached_property  # asked again and again while a thousand plans are compared
     def worst(self) -> Moment:
         """Where a GPU is fullest; without GPUs, where the host is."""
         return max(self.moments, key=lambda m: m.gpu_bytes if self.job.gpu else m.host_bytes)

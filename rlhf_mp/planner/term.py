@@ -60,4 +60,4 @@ class Term:
 
 def total(terms: list[Term], *, on_host: bool) -> float:
     """Bytes in one place."""
-    return sum(term.bytes for term in terms if term.on_host == on_host)
+    return sum([term.amount.value for term in terms if term.on_host == on_host])
