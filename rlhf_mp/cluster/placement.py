@@ -56,7 +56,7 @@ def place(config: RunConfig, on_cpu: bool, cores: Sequence[Cores] = ()) -> Place
 
     Colocated, the k-th server of its kind on a machine has its GPUs k * tp to (k + 1) * tp - 1, which ranks train on
     too. Disjoint, engines have as many GPUs after those of the ranks, and reward servers after those; on CPU every rank
-    and every worker of a server has cores of its own.
+    and every worker of a server has cores of its own. A server of several machines has equally many on each.
 
     Args:
         cores: of each machine, those that this job may use; only a disjoint placement on CPU asks.
