@@ -281,7 +281,7 @@ class SGLangServer:
         began = time.monotonic()
         while (left := alive_in_group(self.process.pid)) and (elapsed := time.monotonic() - began) < patience_s:
             trackers = set(filter(is_resource_tracker, left)) if elapsed < TRACKER_S else set()
-            for pid in left:
+            for pid in sorted(left, key=lambda pid: pid != self.process.pid):  # the server before it sees workers die
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGCONT if pid in trackers else signal.SIGKILL)
             time.sleep(0.05)
