@@ -84,8 +84,8 @@ def node_bytes(job: Job, moment: Moment) -> float:
     with_ranks, alone = ranks * (total(trainer, on_host=True) + RANK_PROCESS) + ray, 0.0
     for role, fleet in fleets.items():
         machines = fleet.own_machines or job.layout.num_ranks / ranks
-        each = fleet.tp * total([term for term in moment.terms if term.role is role], on_host=True) + ENGINE_PROCESSES
-        servers = max(1 / fleet.span, fleet.num_engines / machines) * each
+        held = fleet.tp / fleet.span * total([term for term in moment.terms if term.role is role], on_host=True)
+        servers = max(1, fleet.num_engines * fleet.span / machines) * (held + ENGINE_PROCESSES)
         if fleet.own_machines:
             alone = servers + ray
         else:

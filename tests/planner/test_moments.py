@@ -322,6 +322,18 @@ def test_engines_on_machines_of_their_own_take_nothing_of_the_ranks():
     assert plan.host_per_node == pytest.approx(max(of_ranks, of_engines) + RAY_PROCESSES)
 
 
+def test_a_machine_holds_its_part_of_an_engine_that_lies_on_two():
+    """Half of its workers, but programs of its own."""
+
+    def on_two_machines(**changes):
+        engine = Engine(tp=2, max_cache_tokens=5000, **changes)
+        return make_plan(replace(JOBS["cpu"], layout=ZeroLayout(2), ranks_per_node=1, engine=engine))
+
+    one_each, over_both = on_two_machines(num_engines=2), on_two_machines(num_engines=1, span=2)
+    worker = sum(term.bytes for term in one_each.worst.terms if term.role is Role.engine)
+    assert one_each.host_per_node - over_both.host_per_node == pytest.approx(worker)  # of two, one is left
+
+
 def test_where_engines_serve_the_adapter_a_swap_merges_and_moves_nothing_else():
     def swap(job):
         (moment,) = (moment for moment in make_plan(job).moments if moment.phase is Phase.sync)
