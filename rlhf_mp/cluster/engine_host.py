@@ -137,14 +137,17 @@ class EngineHost(ServerOwner):
 
     async def _lost_part(self) -> str:
         """Waits for the end of any part, and says what it was."""
-        part_of = {asyncio.ensure_future(awaited(run)): part for part, run in enumerate(self._runs, start=1)}
-        if not part_of:
-            return await asyncio.Future()  # never
-        done, _ = await asyncio.wait(part_of, return_when=asyncio.FIRST_COMPLETED)
-        end = done.pop()
-        log = engine_log(self.logs, self.plan.index, self.num_restarts, self.plan.kind, part_of[end])
-        how = f"ended: {OWNER_GONE}" if isinstance(end.exception(), ActorGone) else end.result()
-        return f"its part on machine {part_of[end] + 1} of {self.plan.num_parts} {how} ({log})"
+        ends = [asyncio.ensure_future(self._part_end(part, run)) for part, run in enumerate(self._runs, start=1)]
+        done, _ = await asyncio.wait(ends or [asyncio.Future()], return_when=asyncio.FIRST_COMPLETED)  # or never
+        return done.pop().result()
+
+    async def _part_end(self, part: int, run: Any) -> str:
+        log = engine_log(self.logs, self.plan.index, self.num_restarts, self.plan.kind, part)
+        try:
+            how = await awaited(run)
+        except ActorGone:
+            how = f"ended: {OWNER_GONE}"
+        return f"its part on machine {part + 1} of {self.plan.num_parts} {how} ({log})"
 
     async def _start_again(self) -> None:
         await asyncio.to_thread(self.server.kill)

@@ -26,10 +26,11 @@ def _who(config: RunConfig) -> dict[str, str]:
     if trainer.task != "rl":
         return training | {"reference": "yes" if trainer.task == "dpo" else "none needed"}
     span = config.machines_per_engine
+    spread = f"each over {span} machines, " if span > 1 else ""
     scored = {"reward": _reward_model(config)} if config.reward_model.enable else {}
     return training | {
         "engines": f"{rollout.num_engines} SGLang, tensor parallel {rollout.tensor_model_parallel_size}, "
-        f"{'each over ' + str(span) + ' machines, ' if span > 1 else ''}{rollout.dtype}, {_beside(config)}",
+        f"{spread}{rollout.dtype}, {_beside(config)}",
         "weights": f"{'of the adapter, ' if sync.adapter_only else ''}swapped by {sync.transport}, every swap verified",
         "reference": "yes, for the KL term" if config.needs_reference else "none needed",
         "critic": _critic(config),
