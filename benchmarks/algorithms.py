@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import provenance
 from benchmarks.process import train
+from benchmarks.record import add_results_option, provenance, write_results
 from rlhf_mp.cluster.stop_request import STOP
 from rlhf_mp.observe.sinks import read_jsonl
 
@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--steps", type=int, default=250)
     parser.add_argument("--test-freq", type=int, default=10, help="steps between two validations")
     parser.add_argument("--accuracy", type=float, default=0.9, help="what counts as learned")
-    parser.add_argument("--json", type=Path, help="where the results go; runs that are there already are kept")
+    add_results_option(parser, "; runs that are there already are kept")
     parser.add_argument("--markdown", type=Path, help="where the table goes")
     args = parser.parse_args(argv)
     chosen = args.only.split(",") if args.only else list(ALGORITHMS)
@@ -61,9 +61,7 @@ def main(argv: Sequence[str]) -> None:
         print(f"{name}: at most {args.steps} steps", flush=True)
         found["runs"][name] = measure(name, args.steps, args.test_freq, args.accuracy)
         found["provenance"] = measured_on
-        if args.json:
-            args.json.parent.mkdir(parents=True, exist_ok=True)
-            args.json.write_text(json.dumps(found, indent=1) + "\n")
+        write_results(args.json, found)
     text = table(found["runs"], args.accuracy)
     print("\n" + text)
     if args.markdown:

@@ -17,7 +17,6 @@ and step / max(sampling, train), all three of the same run. Goal with max_stalen
 """
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -25,8 +24,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import provenance
 from benchmarks.process import train
+from benchmarks.record import add_results_option, provenance, write_results
 from benchmarks.report import Table
 from rlhf_mp.config.load import load_config
 from rlhf_mp.observe.sinks import read_jsonl
@@ -48,7 +47,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--config", type=Path, default=Path("configs/quickstart_async.yaml"))
     parser.add_argument("--staleness", default="0,1,4", help="values of max_staleness, a job each")
     parser.add_argument("--steps", type=int, default=30, help=f"of each job, the first {WARM_UP} only warm up")
-    parser.add_argument("--json", type=Path, help="where the results go")
+    add_results_option(parser)
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     args = parser.parse_intermixed_args(argv)
     if args.steps <= WARM_UP:
@@ -56,10 +55,8 @@ def main(argv: Sequence[str]) -> None:
     measured_on = provenance()
     runs = [measured(args.config, int(k), args.steps, args.overrides) for k in args.staleness.split(",")]
     print(table(runs).terminal())
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        results = {"config": str(args.config), "overrides": args.overrides, "steps": args.steps, "runs": runs}
-        args.json.write_text(json.dumps({"provenance": measured_on, **results}, indent=1) + "\n")
+    results = {"config": str(args.config), "overrides": args.overrides, "steps": args.steps, "runs": runs}
+    write_results(args.json, {"provenance": measured_on, **results})
 
 
 def measured(config: Path, staleness: int, num_steps: int, overrides: Sequence[str]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import provenance
+from benchmarks.record import add_results_option, provenance, write_results
 from rlhf_mp.config.schema import DataConfig
 
 BATCH = 1024
@@ -121,15 +121,14 @@ def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="100000,1000000", help="sizes (%(default)s)")
     parser.add_argument("--list-up-to", type=int, default=100_000, metavar="N", help="gigabytes beyond (%(default)s)")
-    parser.add_argument("--json", type=Path, help="where the results go")
+    add_results_option(parser)
     args = parser.parse_args(argv)
     measured_on, found = provenance(), []
     with tempfile.TemporaryDirectory() as scratch:
         for result in results([int(size) for size in args.rows.split(",")], args.list_up_to, Path(scratch)):
             found.append(result)
             print(line(result), flush=True)
-    if args.json:
-        args.json.write_text(json.dumps({"provenance": measured_on, "results": found}, indent=1) + "\n")
+    write_results(args.json, {"provenance": measured_on, "results": found})
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from typing import Any
 
 import aiohttp
 
-from benchmarks.machine import provenance
+from benchmarks.record import add_results_option, provenance, write_results
 from rlhf_mp.config.multi_turn import MultiTurnConfig
 from rlhf_mp.config.reward import EnvironmentTerm
 from rlhf_mp.config.schema import RolloutConfig
@@ -166,15 +166,13 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--turn-tokens", type=int, default=8, help="sampled per turn (%(default)s)")
     parser.add_argument("--running", type=int, default=256, help="sequences the server runs at once (%(default)s)")
     parser.add_argument("--rounds", type=int, default=2, help="alternations (%(default)s)")
-    parser.add_argument("--json", type=Path, help="where the results go")
+    add_results_option(parser)
     args = parser.parse_args(argv)
     measured_on = provenance()
     settings = {name: value for name, value in vars(args).items() if name != "json"}
     results = {"provenance": measured_on, "settings": settings, **measured(args)}
     print(f"{args.episodes} episodes at once: {results['ratio']:.3f} of the bare server's tokens/s (goal {GOAL})")
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(results, indent=1) + "\n")
+    write_results(args.json, results)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Planned beside measured memory: real runs of the quickstart in every layout, and a ladder of models in one process.
 
-  python -m benchmarks.memory --out benchmarks/results/memory.json
+  python -m benchmarks.memory --json benchmarks/results/memory.json
 
 The ladder climbs from 10 M parameters to whatever fits this machine; a line fitted through it says what the plan
 leaves out: a constant (the program itself) and a share of what it names.
@@ -17,8 +17,8 @@ from typing import Any
 import psutil
 import torch
 
-from benchmarks.machine import provenance
 from benchmarks.process import run_logged, train
+from benchmarks.record import add_results_option, provenance, write_results
 from benchmarks.report import Table
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -154,13 +154,12 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--material", type=Path, help="the quickstart's folder; unset: made")
     parser.add_argument("--tokens", type=int, default=1024, help="of the ladder's micro-batch")
     parser.add_argument("--largest", type=int, help="million parameters of the ladder's last rung; 0: no ladder")
-    parser.add_argument("--out", type=Path, help="JSON file")
+    add_results_option(parser)
     args = parser.parse_args(argv)
     measured_on = provenance()
     results = measure(args)
     print("\n\n".join(table.terminal() for table in tables(results)))
-    if args.out:
-        args.out.write_text(json.dumps({"provenance": measured_on, **results}, indent=1) + "\n")
+    write_results(args.json, {"provenance": measured_on, **results})
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.machine import provenance
 from benchmarks.process import run_logged
+from benchmarks.record import add_results_option, provenance, write_results
 
 MODEL, ACTOR = "actor_rollout_ref.model", "actor_rollout_ref.actor"
 BASE = {
@@ -82,7 +82,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--hidden", type=int, default=128, help="width of the model")
     parser.add_argument("--layers", type=int, default=6, help="its depth")
     parser.add_argument("--steps", type=int, default=3, help="timed, after the one that is counted")
-    parser.add_argument("--json", type=Path, help="where the results go")
+    add_results_option(parser)
     args = parser.parse_args(argv)
     measured_on, rows = provenance(), []
     with tempfile.TemporaryDirectory() as name:
@@ -97,10 +97,8 @@ def main(argv: Sequence[str]) -> None:
             rows[-1]["max_loss_difference"] = largest(rows[-1]["losses"], rows[0]["losses"])
             print(f"{lever}: {rows[-1]['peak_bytes'] / 1e6:.0f} MB", file=sys.stderr, flush=True)
     print(table(rows))
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        shape = {"hidden": args.hidden, "layers": args.layers}
-        args.json.write_text(json.dumps({"provenance": measured_on, "model": shape, "rows": rows}, indent=1) + "\n")
+    shape = {"hidden": args.hidden, "layers": args.layers}
+    write_results(args.json, {"provenance": measured_on, "model": shape, "rows": rows})
     if worst := [row["lever"] for row in rows if not row["max_loss_difference"] <= TOLERANCE]:
         raise SystemExit(f"losses differ by more than {TOLERANCE:g}: {', '.join(worst)}")
 

@@ -9,7 +9,6 @@ rounded to 8 bits, so look there at how alike the backends are.
 """
 
 import argparse
-import json
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -18,8 +17,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.machine import provenance
 from benchmarks.process import run_logged
+from benchmarks.record import add_results_option, provenance, write_results
 
 LAUNCH = ["-m", "torch.distributed.run", "--standalone"]
 
@@ -28,7 +27,7 @@ def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=5, help="of two updates each")
     parser.add_argument("--ranks", default="1,2,4", help="world sizes to run; 1 must be among them")
-    parser.add_argument("--json", type=Path, help="where the results go")
+    add_results_option(parser)
     args = parser.parse_args(argv)
     sizes = [int(size) for size in args.ranks.split(",")]
     if 1 not in sizes:
@@ -43,9 +42,7 @@ def main(argv: Sequence[str]) -> None:
             run_logged(command, folder / f"log_{size}", processes=size)
         rows = compared([torch.load(file) for file in sorted(folder.glob("*.pt"))])
     print(table(rows))
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps({"provenance": measured_on, "rows": rows}, indent=1) + "\n")
+    write_results(args.json, {"provenance": measured_on, "rows": rows})
 
 
 def make_model(path: Path) -> None:

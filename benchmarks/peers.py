@@ -10,7 +10,6 @@ PROBE_STEPS steps each, and the fastest runs in full. TRL's environment is made 
 
 import argparse
 import dataclasses
-import json
 import signal
 import sys
 import tempfile
@@ -19,7 +18,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from benchmarks.machine import provenance
+from benchmarks.record import add_results_option, provenance, write_results
 from benchmarks.rlhf_mp_side import RlhfMpSide
 from benchmarks.trl_side import TrlSide
 from benchmarks.workloads import WORKLOADS, Material, Workload
@@ -38,7 +37,7 @@ def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", choices=[*WORKLOADS, "all"], default="all")
     parser.add_argument("--steps", type=int, default=10, help="rollouts per side, at least 2: the first warms up")
-    parser.add_argument("--json", type=Path, help="where the results go")
+    add_results_option(parser)
     parser.add_argument("--keep", type=Path, help="folder for configs, logs and metrics; unset: a temporary one")
     args = parser.parse_args(argv)
     if args.steps < 2:
@@ -51,9 +50,7 @@ def main(argv: Sequence[str]) -> None:
         results = compare(chosen, args.steps, args.keep or Path(scratch))
     for workload in chosen:
         print("\n" + table(workload, args.steps, results["workloads"][workload.name]["sides"]))
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(results, indent=1) + "\n")
+    write_results(args.json, results)
 
 
 def compare(workloads: Sequence[Workload], steps: int, folder: Path) -> dict[str, Any]:

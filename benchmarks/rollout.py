@@ -1,6 +1,6 @@
 """How fast one SGLang server samples, by how many sequences run at once.
 
-python -m benchmarks.rollout --out benchmarks/results/rollout.json
+python -m benchmarks.rollout --json benchmarks/results/rollout.json
 """
 
 import argparse
@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.machine import provenance
+from benchmarks.record import add_results_option, provenance, write_results
 from benchmarks.report import Table
 from rlhf_mp.config.schema import RolloutConfig
 from rlhf_mp.models.tiny import TinyShape, character_tokenizer, make_checkpoint
@@ -93,13 +93,12 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--tokens", type=int, default=64, help="a response")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tensor-parallel", type=int, default=1)
-    parser.add_argument("--out", type=Path, help="JSON file")
+    add_results_option(parser)
     args = parser.parse_args(argv)
     measured_on = provenance()
     records = measure(args.at_once, args.tokens, args.rounds, args.tensor_parallel)
     print(table(records).terminal())
-    if args.out:
-        args.out.write_text(json.dumps({"provenance": measured_on, "cells": records}, indent=1) + "\n")
+    write_results(args.json, {"provenance": measured_on, "cells": records})
 
 
 if __name__ == "__main__":

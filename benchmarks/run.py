@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import memory, rollout, throughput, weight_sync
-from benchmarks.machine import provenance
+from benchmarks.record import provenance
 from benchmarks.report import Table, page
 from benchmarks.tables.page import body
 from benchmarks.tables.suite import as_csv, as_markdown, as_records, compared, summary
@@ -49,7 +49,7 @@ def run_measured(name: str, out: Path) -> str:
         "rollout": (rollout.main, lambda results: [rollout.table(results["cells"])]),
     }
     main, tables_of = suites[name]
-    main(["--out", str(out / f"{name}.json")])
+    main(["--json", str(out / f"{name}.json")])
     tables = tables_of(json.loads((out / f"{name}.json").read_text()))
     (out / f"{name}.csv").write_text("\n".join(table.csv() for table in tables))
     return "\n".join(table.html() for table in tables)

@@ -6,7 +6,6 @@ One rank. Steps follow each other as fast as they can; every few steps is a save
 """
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -18,7 +17,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.machine import provenance
+from benchmarks.record import add_results_option, provenance, write_results
 from rlhf_mp import checkpoint
 from rlhf_mp.algorithms.supervised import fine_tuning_loss
 from rlhf_mp.cluster.launcher import rank_environment
@@ -108,8 +107,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--strategy", choices=("torch", "deepspeed", "megatron"), default="deepspeed")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--hidden", type=int, default=512, help="of the model, 8 layers")
-    parser.add_argument("--json", type=Path)
+    add_results_option(parser)
     args = parser.parse_args(argv)
+    measured_on = provenance()
     os.environ["DS_ACCELERATOR"] = "cpu"
     rank_environment()
     with tempfile.TemporaryDirectory() as folder:
@@ -121,8 +121,7 @@ def main(argv: list[str]) -> int:
         found = measure(make_actor(config, torch.device("cpu"), 1000), Path(folder), args.rounds)
     for name, value in found.items():
         print(f"{name:24} {value:8.3f}")
-    if args.json:
-        args.json.write_text(json.dumps({"strategy": args.strategy, **found, **provenance()}, indent=2))
+    write_results(args.json, {"provenance": measured_on, "strategy": args.strategy, **found})
     leave_ranks()
     return 0
 

@@ -1,22 +1,20 @@
 """Real model code at full size without the memory: one forward and backward on tensors that have only shapes.
 
   python -m benchmarks.simulate qwen2.5-3b llama-3.1-8b qwen2.5-32b llama-3.1-70b \\
-      --out benchmarks/results/simulated_activations.json
+      --json benchmarks/results/simulated_activations.json
 
 Storages are counted as they come and go, so this is the peak of the code that trains, at any size, on any machine.
 """
 
 import argparse
 import itertools
-import json
 from dataclasses import dataclass
-from pathlib import Path
 from unittest.mock import patch
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks.machine import provenance
+from benchmarks.record import add_results_option, provenance, write_results
 from rlhf_mp.models.chunked_head import LOGIT_BYTES, Scoring
 from rlhf_mp.models.logprobs import run_model
 from rlhf_mp.observe.live_bytes import LiveBytes
@@ -112,17 +110,16 @@ def main() -> None:
     parser.add_argument("models", nargs="+", help="known names of Llama, Qwen2.5, Qwen3 or Mistral models")
     parser.add_argument("--tokens", type=int, default=4096, help="of the micro-batch")
     parser.add_argument("--length", type=int, default=2048, help="tokens a sequence")
-    parser.add_argument("--out", type=Path, help="JSON file")
+    add_results_option(parser)
     args = parser.parse_args()
-    records = []
+    measured_on, records = provenance(), []
     for name in args.models:
         shape = find_model(name)
         kind = next(value for prefix, value in KINDS.items() if shape.name.lower().startswith(prefix))
         for recompute, chunk in itertools.product(("none", "elementwise", "full"), (None, 1024)):
             records.append(compare(shape, kind, args.tokens, args.length, recompute, chunk))
             print(" ".join(f"{key}={value}" for key, value in records[-1].items()), flush=True)
-    if args.out:
-        args.out.write_text(json.dumps({"provenance": provenance(), "note": NOTE, "cells": records}, indent=1) + "\n")
+    write_results(args.json, {"provenance": measured_on, "note": NOTE, "cells": records})
 
 
 def compare(shape: ModelShape, kind: str, tokens: int, length: int, recompute: Recompute, chunk: int | None) -> dict:

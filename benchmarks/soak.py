@@ -12,7 +12,6 @@ too old      responses begun by weights older than max_staleness allows
 """
 
 import argparse
-import json
 import random
 import sys
 import tempfile
@@ -24,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.faults import FAULTS, server
-from benchmarks.machine import provenance
 from benchmarks.process import train
+from benchmarks.record import add_results_option, provenance, write_results
 from benchmarks.report import Table
 from rlhf_mp.config.load import load_config
 from rlhf_mp.data import step_batch
@@ -78,7 +77,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--steps", type=int, default=200, help="of each job")
     parser.add_argument("--every", type=float, default=30, help="seconds between two faults, on average")
     parser.add_argument("--seed", type=int, default=0, help="of the faults")
-    parser.add_argument("--json", type=Path, help="where the results go")
+    add_results_option(parser)
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     args = parser.parse_intermixed_args(argv)
     found: dict[str, Any] = {"provenance": provenance(), "config": str(args.config), "steps": args.steps, "runs": []}
@@ -89,9 +88,7 @@ def main(argv: Sequence[str]) -> None:
         audit = compared(expected, prompts)
         found["runs"] += [{"max_staleness": staleness} | calm, {"max_staleness": staleness} | wild | audit]
         print(table(found["runs"][-2:]).terminal(), flush=True)
-        if args.json:
-            args.json.parent.mkdir(parents=True, exist_ok=True)
-            args.json.write_text(json.dumps(found, indent=1) + "\n")
+        write_results(args.json, found)
     print("\n" + table(found["runs"]).terminal())
 
 

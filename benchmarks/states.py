@@ -1,7 +1,7 @@
 """What DeepSpeed and Megatron really keep, against the plan: bytes by component, in every layout, on CPU ranks.
 
-python -m benchmarks.states --model runs/quickstart/model --num-ranks 1 2 --out benchmarks/results/zero_states.json
-python -m benchmarks.states --backend megatron --model ... --out benchmarks/results/megatron_states.json
+python -m benchmarks.states --model runs/quickstart/model --num-ranks 1 2 --json benchmarks/results/zero_states.json
+python -m benchmarks.states --backend megatron --model ... --json benchmarks/results/megatron_states.json
 """
 
 import argparse
@@ -11,8 +11,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import provenance
 from benchmarks.process import run_logged
+from benchmarks.record import add_results_option, provenance, write_results
 from rlhf_mp.planner.hf_config import read_shape
 from rlhf_mp.planner.job import BF16, BF16_FP32_GRADS, FP32, MegatronLayout, ZeroLayout
 from rlhf_mp.planner.model_shape import ModelShape
@@ -80,16 +80,16 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True, help="a Hugging Face checkpoint folder")
     parser.add_argument("--backend", choices=("deepspeed", "megatron"), default="deepspeed")
     parser.add_argument("--num-ranks", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--out", type=Path, required=True, help="JSON file")
+    add_results_option(parser)
     args = parser.parse_args()
-    cells = []
+    measured_on, cells = provenance(), []
     for num_ranks in args.num_ranks:
         with tempfile.TemporaryDirectory() as folder:
             cells += compare(args.model, num_ranks, Path(folder) / "log", args.backend)
     for cell in cells:
         parts = " ".join(f"{k}={v:+.1%}" for k, v in cell["difference"].items() if v is not None)
         print(f"{cell['num_ranks']} rank(s) {cell['dtype']} {layout_name(cell)}: {parts}")
-    args.out.write_text(json.dumps({"provenance": provenance(), "note": NOTE, "cells": cells}, indent=1) + "\n")
+    write_results(args.json, {"provenance": measured_on, "note": NOTE, "cells": cells})
 
 
 if __name__ == "__main__":

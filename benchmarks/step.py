@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.bare_train import BARE
-from benchmarks.machine import provenance
 from benchmarks.process import run_ranks
+from benchmarks.record import add_results_option, provenance, write_results
 from rlhf_mp.config.load import load_config
 
 
@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=8, help="whole steps, at least 2: the first warms up")
     parser.add_argument("--rounds", type=int, default=6, help="alternations for each ratio, at least 2")
-    parser.add_argument("--json", type=Path, help="where the results go")
+    add_results_option(parser)
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     args = parser.parse_intermixed_args(argv)
     if min(args.steps, args.rounds) < 2:
@@ -54,9 +54,7 @@ def main(argv: Sequence[str]) -> None:
         run_ranks(num_ranks, Path(scratch) / "log", "--no_local_rank", *rank, *args.overrides, *own)
         results = {"config": str(args.config), "overrides": args.overrides} | json.loads(out.read_text())
     print(table(results))
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps({"provenance": measured_on, **results}, indent=1) + "\n")
+    write_results(args.json, {"provenance": measured_on, **results})
 
 
 def table(results: dict[str, Any]) -> str:

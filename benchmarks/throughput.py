@@ -1,6 +1,6 @@
 """The four headline rows (3B on 4, 8B on 8, 32B on 16, 70B on 32 GPUs): planned everywhere, measured where they fit.
 
-  python -m benchmarks.throughput --out benchmarks/results/throughput.json
+  python -m benchmarks.throughput --json benchmarks/results/throughput.json
 
 Where the GPUs of this machine are enough, the real trainer runs some steps of the row's config. A row over several
 machines is started on each of them as any run is (docs/architecture.md, "Who runs"); hand its run directory in by
@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.machine import provenance
 from benchmarks.process import train
+from benchmarks.record import add_results_option, provenance, write_results
 from benchmarks.report import Table
 from rlhf_mp.config.load import load_config
 from rlhf_mp.planner.hardware import find_gpu
@@ -149,13 +149,12 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=named_run, action="append", default=[], metavar="SIZE=RUN_DIR")
     parser.add_argument("--steps", type=int, default=4, help="of a run that is started here; the first warms up")
-    parser.add_argument("--out", type=Path, help="JSON file")
+    add_results_option(parser)
     args = parser.parse_args(argv)
     measured_on = provenance()
     records = measure(dict(args.run), args.steps)
     print(table(records).terminal())
-    if args.out:
-        args.out.write_text(json.dumps({"provenance": measured_on, "cells": records}, indent=1) + "\n")
+    write_results(args.json, {"provenance": measured_on, "cells": records})
 
 
 if __name__ == "__main__":

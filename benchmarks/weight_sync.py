@@ -1,6 +1,6 @@
 """How fast new weights reach running SGLang servers, by transport, size, ranks, tensor parallelism and engines.
 
-  python -m benchmarks.weight_sync --out benchmarks/results/weight_sync.json
+  python -m benchmarks.weight_sync --json benchmarks/results/weight_sync.json
   python -m benchmarks.weight_sync --mb 50 --ranks 1 --tensor-parallel 1 2 --engines 1
 
 Every swap is the trainer's own, verified: the engines' checksums are in the seconds. Beside it, from the same run, a
@@ -18,8 +18,8 @@ from typing import Any
 
 import psutil
 
-from benchmarks.machine import provenance
 from benchmarks.process import run_logged
+from benchmarks.record import add_results_option, provenance, write_results
 from benchmarks.report import Table
 from rlhf_mp.models.tiny import TinyShape, character_tokenizer, make_checkpoint
 
@@ -127,13 +127,12 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=list(TRANSPORTS))
     parser.add_argument("--rounds", type=int, default=3, help="measured swaps after one that warms up")
     parser.add_argument("--per-parameter-mb", type=int, default=500, help="largest size tried the naive way")
-    parser.add_argument("--out", type=Path, help="JSON file")
+    add_results_option(parser)
     args = parser.parse_args(argv)
     measured_on = provenance()
     records = measure(args)
     print(table(records).terminal())
-    if args.out:
-        args.out.write_text(json.dumps({"provenance": measured_on, "cells": records}, indent=1) + "\n")
+    write_results(args.json, {"provenance": measured_on, "cells": records})
 
 
 if __name__ == "__main__":

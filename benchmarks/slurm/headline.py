@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from benchmarks import throughput
+from benchmarks.record import add_results_option
 from benchmarks.throughput import ROWS, Row
 
 ROOT = Path(__file__).parents[2]
@@ -55,7 +56,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--folder", type=Path, default=Path("runs/headline"), help="of the runs, on a shared file system"
     )
-    parser.add_argument("--out", type=Path, help="JSON file")
+    add_results_option(parser)
     parser.add_argument("--dry-run", action="store_true", help="print the sbatch commands")
     args = parser.parse_args(argv)
     folder = args.folder.absolute()
@@ -65,7 +66,7 @@ def main(argv: list[str]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     done = finished_runs(commands, folder)
     runs = [f"--run={size}={folder / size}" for size in done]
-    throughput.main([*runs, *([f"--out={args.out}"] if args.out else [])])
+    throughput.main([*runs, *([f"--json={args.json}"] if args.json else [])])
     return 0 if len(done) == len(commands) else 1
 
 

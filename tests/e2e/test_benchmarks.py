@@ -46,9 +46,9 @@ def test_memory_levers_end_with_equal_losses(tmp_path):
 @pytest.mark.long
 def test_swaps_and_rollouts_are_measured(tmp_path):
     small = ["--mb", 5, "--ranks", 1, "--tensor-parallel", 1, "--engines", 1, "--rounds", 1, "--per-parameter-mb", 5]
-    ended("benchmarks.weight_sync", *small, "--out", tmp_path / "sync.json")
+    ended("benchmarks.weight_sync", *small, "--json", tmp_path / "sync.json")
     assert json.loads((tmp_path / "sync.json").read_text())
-    ended("benchmarks.rollout", "--at-once", 1, 4, "--tokens", 8, "--rounds", 1, "--out", tmp_path / "rollout.json")
+    ended("benchmarks.rollout", "--at-once", 1, 4, "--tokens", 8, "--rounds", 1, "--json", tmp_path / "rollout.json")
     assert json.loads((tmp_path / "rollout.json").read_text())
 
 
