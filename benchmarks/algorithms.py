@@ -18,7 +18,6 @@ from typing import Any
 
 from benchmarks.process import train
 from benchmarks.record import add_results_option, provenance, write_results
-from rlhf_mp.cluster.stop_request import STOP
 from rlhf_mp.observe.sinks import read_jsonl
 
 ROOT = Path(__file__).parents[1]
@@ -79,16 +78,10 @@ def measure(name: str, steps: int, test_freq: int, accuracy: float) -> dict[str,
     """One run in a folder of its own, and what it says about learning."""
     with tempfile.TemporaryDirectory() as scratch:
         words = [*ALGORITHMS[name].split(), f"trainer.total_training_steps={steps}", f"trainer.test_freq={test_freq}"]
-        run_dir = Path(scratch) / "run"
-        words += ["trainer.save_freq=-1", "trainer.save_hf=never", f"trainer.default_local_dir={run_dir}"]
-        metrics = run_dir / "metrics.jsonl"
-
-        def stop_once_learned() -> None:
-            if metrics.exists() and learned(read_jsonl(metrics), accuracy) is not None:
-                (run_dir / STOP).touch()
-
-        train(ROOT / CONFIG, words, NUM_RANKS, Path(scratch) / "log.txt", stop_once_learned)
-        return summarize(read_jsonl(metrics), accuracy)
+        words += ["trainer.best_metric=eval/accuracy", f"trainer.stop_at={accuracy}"]
+        words += ["trainer.save_freq=-1", "trainer.save_hf=never", f"trainer.default_local_dir={scratch}/run"]
+        train(ROOT / CONFIG, words, NUM_RANKS, Path(scratch) / "log.txt")
+        return summarize(read_jsonl(Path(scratch) / "run" / "metrics.jsonl"), accuracy)
 
 
 def learned(records: Sequence[Mapping[str, Any]], accuracy: float) -> int | None:

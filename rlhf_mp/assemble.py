@@ -115,7 +115,7 @@ def make_trainer(job: Job) -> Trainer:
         sum_over_ranks=sum_over_ranks,
         counts=actor.layout.is_output_rank,
         stop_requested=job.stop_request.made,
-        best=Best(knobs.best_metric, knobs.best_mode) if knobs.best_metric else None,
+        best=Best(knobs.best_metric, knobs.best_mode, stop_at=knobs.stop_at) if knobs.best_metric else None,
         updates=make_updates(job, actor),
     )
     trainer.resume()

@@ -53,7 +53,7 @@ def make_supervised_trainer(job: Job) -> SupervisedTrainer:
         packed=config.actor_rollout_ref.model.use_remove_padding,
         counts=engine.layout.is_output_rank,
         stop_requested=job.stop_request.made,
-        best=Best(knobs.best_metric, knobs.best_mode) if knobs.best_metric else None,
+        best=Best(knobs.best_metric, knobs.best_mode, stop_at=knobs.stop_at) if knobs.best_metric else None,
         updates=make_updates(job, engine),
     )
     trainer.resume()

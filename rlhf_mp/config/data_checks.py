@@ -23,13 +23,14 @@ def written_problems(config: RunConfig) -> Iterator[Problem]:
             "no effect without data.curriculum_key",
             "data.curriculum_key=<column>, or remove it",
         )
-    if trainer.best_mode != "max" and trainer.best_metric is None:
-        yield Problem(
-            "trainer.best_mode",
-            trainer.best_mode,
-            "no effect without trainer.best_metric",
-            "trainer.best_metric=eval/<metric>, or remove it",
-        )
+    if trainer.best_metric is None:
+        for key, unset in {"best_mode": "max", "stop_at": None}.items():
+            if (value := getattr(trainer, key)) != unset:
+                fix = "trainer.best_metric=eval/<metric>, or remove it"
+                yield Problem(f"trainer.{key}", value, "no effect without trainer.best_metric", fix)
+    elif trainer.stop_at is not None and trainer.test_freq < 1:
+        reason = "no effect where nothing is validated before the last step (trainer.test_freq)"
+        yield Problem("trainer.stop_at", trainer.stop_at, reason, "trainer.test_freq=10, or remove it")
 
 
 def data_problems(config: RunConfig) -> Iterator[Problem]:

@@ -210,6 +210,9 @@ class TrainerConfig:
         None, "e.g. eval/accuracy: the checkpoint of the best validation is written and never removed; unset: none is"
     )
     best_mode: Literal["max", "min"] = knob("max", "whether more or less of best_metric is better")
+    stop_at: float | None = knob(
+        None, "end the run after the validation whose best_metric has come to this; unset: after the last step"
+    )
     resume_mode: Literal["auto", "disable", "resume_path"] = knob("auto", "auto: newest checkpoint of this run")
     resume_from_path: str | None = knob(None, "a global_step_* folder, with resume_mode=resume_path")
     logger: list[Literal["console", "tensorboard", "jsonl", "wandb"]] = knob(

@@ -88,10 +88,11 @@ class Loop(ABC):
 
     @property
     def finished(self) -> bool:
-        return self.step >= self.schedule.num_steps
+        """After the last step, or a validation that is good enough."""
+        return self.step >= self.schedule.num_steps or (self.best is not None and self.best.good_enough)
 
     def train(self) -> None:
-        """Train to the last step, or save and return at the end of a step in which a stop was requested."""
+        """Train to the end, or save and return after a step in which a stop was requested."""
         self.publish()
         self.log.start()
         if self.step == 0 and self.schedule.val_before_train:

@@ -4,7 +4,8 @@ import pytest
 
 from rlhf_mp.config.load import config_from_dict
 
-VAL = "data.val_files=v.jsonl"
+VAL, BEST = "data.val_files=v.jsonl", "trainer.best_metric=eval/x"
+FREQ = "trainer.test_freq=5"
 RULES = [  # words that break the rule, key of the problem, part of the reason, part of the fix, a word that mends it
     (
         ["data.truncation=left"],
@@ -28,6 +29,8 @@ RULES = [  # words that break the rule, key of the problem, part of the reason, 
         "data.train_weights=[3,0.5]",
     ),
     (["trainer.best_mode=min", VAL], "trainer.best_mode", "no effect", "eval/<metric>", "trainer.best_metric=eval/x"),
+    (["trainer.stop_at=0.9", FREQ, VAL], "trainer.stop_at", "no effect", "eval/<metric>", BEST),
+    (["trainer.stop_at=0", BEST, VAL], "trainer.stop_at", "before the last step", "test_freq=10", FREQ),
     (
         ["trainer.best_metric=accuracy", VAL],
         "trainer.best_metric",

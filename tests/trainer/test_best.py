@@ -29,6 +29,21 @@ def test_nan_is_never_the_best():
     assert best_of("min", [math.nan]) == ([False], None, None)
 
 
+@pytest.mark.parametrize(("mode", "values"), [("max", [0.8, math.nan, 0.9, 0.1]), ("min", [1.0, math.nan, 0.9, 2.0])])
+def test_a_run_ends_once_the_best_is_good_enough(mode, values):
+    ends, never = Best("eval/x", mode, stop_at=0.9), Best("eval/x", mode)
+    found = []
+    for step, value in enumerate(values, 1):
+        for best in (ends, never):
+            best.offer(step, {"eval/x": value})
+        found.append(ends.good_enough)
+    assert found == [False, False, True, True] and not never.good_enough
+    resumed = Best("eval/x", mode, stop_at=0.9)
+    assert not resumed.good_enough
+    resumed.load_state_dict(ends.state_dict())
+    assert resumed.good_enough
+
+
 def test_an_unknown_metric_is_told_with_those_there_are():
     with pytest.raises(ConfigError, match="it has: eval/accuracy, eval/pass@4"):
         Best("eval/pass@8", "max").offer(0, {"eval/accuracy": 1.0, "eval/pass@4": 1.0, "time/eval_s": 2.0})

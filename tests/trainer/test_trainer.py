@@ -291,6 +291,17 @@ def test_the_best_validation_is_saved_though_no_checkpoint_is_due():
     assert (made.best.value, made.best.step) == (0.75, 3)
 
 
+def test_a_run_ends_and_is_saved_with_the_validation_that_is_good_enough():
+    events = []
+    made = trainer(9, events, test_freq=2, best=Best("eval/accuracy", "max", stop_at=0.7))
+    accuracies = iter([0.9, 0.5, 0.75])  # the first one is the untrained model's
+    made.rollouts.evaluate = lambda: ({"accuracy": (next(accuracies), 1.0)}, [])
+    made.schedule = replace(made.schedule, val_before_train=True)
+    made.train()
+    assert made.finished and made.step == 4
+    assert [event for event in events if event[0] == "save"] == [("save", 2), ("save", 4)]
+
+
 def test_samples_of_a_step_come_with_their_advantages():
     made, shown = trainer(1, []), []
     trace = TokenTrace([3, 3, 3, 3], [-0.3] * 4, [True] * 4, "length")
