@@ -3,10 +3,10 @@
   python -m rlhf_mp.rlhf_demo [--out runs/rlhf_demo] [--strategy deepspeed|megatron]
 
 The task is the quickstart's: two-digit additions. A model made from nothing is fine-tuned on right answers until it has
-begun to understand (sft), and another time for longer (rm_base). The latter becomes the reward model: it learns to
-prefer right answers to wrong ones, among them those that the first one gives (rm). Then that one earns the reward
-(ppo). The last stage never sees an answer: whether it gets better at additions is measured by the rule, on held-out
-ones. The table at the end is read from the summary.json that every stage leaves behind.
+begun to understand (sft), and then further, until it has understood (rm_base). That one becomes the reward model: it
+learns to prefer right answers to wrong ones, among them those that the first one gives (rm). Then the first one earns
+the reward (ppo). The last stage never sees an answer: whether it gets better at additions is measured by the rule, on
+held-out ones. The table at the end is read from the summary.json that every stage leaves behind.
 """
 
 import argparse
@@ -27,14 +27,12 @@ from rlhf_mp.quickstart import CHARACTERS, NUM_HELD_OUT, SHAPE, preferences, pro
 NUM_SAMPLES = 4  # of the fine-tuned model to each problem
 ROOT = Path(__file__).parents[1]
 ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model.path"
-MEGATRON = (
+MEGATRON = (  # data parallel like DeepSpeed; on two CPU cores tensor parallel ranks take 1.6 times as long
     f"{ACTOR}.strategy=megatron",
-    f"{ACTOR}.megatron.tensor_model_parallel_size=2",
     f"{ACTOR}.fsdp_config.param_offload=false",
     f"{ACTOR}.fsdp_config.optimizer_offload=false",
 )
 MEGATRON_PPO = (
-    "critic.megatron.tensor_model_parallel_size=2",
     "critic.fsdp_config.param_offload=false",
     "critic.fsdp_config.optimizer_offload=false",
     "reward_model.fsdp_config.param_offload=false",
@@ -55,8 +53,9 @@ class Stage:
 def stages(out: Path) -> list[Stage]:
     """What is launched, one after the other."""
     return [
-        fine_tuning(out, "sft", 200, "constant"),  # a policy whose rate has decayed is easily upset later
-        fine_tuning(out, "rm_base", 500, "cosine"),
+        # A policy whose rate has decayed is easily upset later. How many steps it takes to here differs by luck.
+        fine_tuning(out, "sft", "base", 500, "constant", *until("eval/loss", "min", 0.5, every=10)),
+        fine_tuning(out, "rm_base", "sft/huggingface", 350, "cosine", "trainer.test_freq=100"),
         Stage(
             "rm",
             "rm_quickstart.yaml",
@@ -67,9 +66,9 @@ def stages(out: Path) -> list[Stage]:
                 f"data.train_files={out / 'train_pairs.jsonl'}",
                 f"data.val_files={out / 'val_pairs.jsonl'}",
                 f"{ACTOR}.optim.lr=1e-4",  # after 300 steps 0.94 of the pairs; at ten times as much 0.62
-                "trainer.total_training_steps=500",
-                "trainer.test_freq=100",
+                "trainer.total_training_steps=400",
                 "trainer.save_freq=50",
+                *until("eval/accuracy", "max", 0.97, every=50),
             ),
         ),
         Stage(
@@ -82,27 +81,34 @@ def stages(out: Path) -> list[Stage]:
                 f"reward_model.model.path={out / 'rm' / 'huggingface'}",
                 f"data.train_files={out / 'train.jsonl'}",
                 f"data.val_files={out / 'val.jsonl'}",
+                "trainer.total_training_steps=120",
             ),
         ),
     ]
 
 
-def fine_tuning(out: Path, name: str, num_steps: int, schedule: str) -> Stage:
+def until(metric: str, mode: str, value: float, every: int) -> tuple[str, ...]:
+    """Where a stage ends earlier than by its steps."""
+    knobs = {"best_metric": metric, "best_mode": mode, "stop_at": value, "test_freq": every}
+    return tuple(f"trainer.{key}={value}" for key, value in knobs.items())
+
+
+def fine_tuning(out: Path, name: str, start: str, num_steps: int, schedule: str, *more: str) -> Stage:
     return Stage(
         name,
         "sft_quickstart.yaml",
         "loss of held-out answers",
         "eval/loss",
         (
-            f"{MODEL}={out / 'base'}",
+            f"{MODEL}={out / start}",
             f"data.train_files={out / 'train.jsonl'}",
             f"data.val_files={out / 'val.jsonl'}",
             f"{ACTOR}.optim.lr=1e-3",
             f"{ACTOR}.optim.lr_scheduler_type={schedule}",
             "trainer.total_epochs=100",
             f"trainer.total_training_steps={num_steps}",
-            "trainer.test_freq=100",
             "trainer.save_freq=50",
+            *more,
         ),
     )
 

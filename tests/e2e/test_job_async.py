@@ -1,6 +1,7 @@
 """Sampling ahead on cores of its own, with stragglers aborted and a resume: a real job."""
 
 import os
+from pathlib import Path
 
 import pytest
 from job import Job
@@ -19,6 +20,7 @@ LONG = [  # responses long enough for swaps to come in their middle
     "trainer.save_freq=2",
     "trainer.test_freq=4",
 ]
+ENDED_BY_STEP_8 = ["trainer.best_metric=eval/accuracy", "trainer.stop_at=0"]  # the first validation after the resume
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +30,7 @@ def job(start, inputs, tmp_path_factory) -> Job:
     first = start(folder, *own, *LONG, "trainer.total_training_steps=4")
     assert first.wait() == 0, first.output()
     first.assert_nothing_left()
-    second = start(folder, *own, *LONG, "trainer.total_training_steps=8")
+    second = start(folder, *own, *LONG, *ENDED_BY_STEP_8, "trainer.total_training_steps=12")
     assert second.wait() == 0, second.output()
     second.assert_nothing_left()
     return second
@@ -42,6 +44,13 @@ def test_all_steps_are_there_and_no_token_is_older_than_allowed(job):
     assert max(staleness) > 0  # something was sampled ahead
     assert steps[1]["rollout/token_staleness_max"] == 0  # there was no earlier version
     assert steps[5]["rollout/token_staleness_max"] == 0  # nor one that the resumed run knew
+
+
+def test_a_good_enough_validation_ends_a_run_whose_engines_are_ahead(job):
+    summary = job.summary()
+    assert summary["best"]["step"] == 8 and summary["num_steps"] == 8
+    assert Path(summary["paths"]["checkpoint"]).name == "global_step_000008"
+    assert Path(summary["paths"]["hf"], "config.json").exists()
 
 
 def test_every_step_tells_who_waited_and_what_was_aborted(job):
