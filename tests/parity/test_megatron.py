@@ -26,7 +26,13 @@ MODELS = {
     "qwen3": (Qwen3Config, {"head_dim": 32}),
     "llama": (LlamaConfig, {"rope_parameters": LLAMA3_ROPE}),
 }
-LAUNCHES = [(1, "qwen2", False), (1, "qwen3", True), (2, "qwen3", True), (2, "llama", False), (4, "llama", True)]
+LAUNCHES = [
+    (1, "qwen2", False),
+    pytest.param((1, "qwen3", True), marks=pytest.mark.long),
+    (2, "qwen3", True),
+    pytest.param((2, "llama", False), marks=pytest.mark.long),
+    (4, "llama", True),
+]
 
 
 def make_model(kind: str, tied: bool, path: Path) -> None:
