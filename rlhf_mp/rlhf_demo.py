@@ -27,7 +27,7 @@ from rlhf_mp.quickstart import CHARACTERS, NUM_HELD_OUT, SHAPE, preferences, pro
 NUM_SAMPLES = 4  # of the fine-tuned model to each problem
 ROOT = Path(__file__).parents[1]
 ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model.path"
-MEGATRON = (  # data parallel like DeepSpeed; on two CPU cores tensor parallel ranks take 1.6 times as long
+MEGATRON = (  # data parallel like DeepSpeed; fine-tuning on two CPU cores takes tensor parallel ranks 1.6 times as long
     f"{ACTOR}.strategy=megatron",
     f"{ACTOR}.fsdp_config.param_offload=false",
     f"{ACTOR}.fsdp_config.optimizer_offload=false",

@@ -30,7 +30,7 @@ LAUNCHES = [
     (1, "qwen2", False),
     pytest.param((1, "qwen3", True), marks=pytest.mark.long),
     (2, "qwen3", True),
-    pytest.param((2, "llama", False), marks=pytest.mark.long),
+    (2, "llama", False),
     (4, "llama", True),
 ]
 
