@@ -37,6 +37,7 @@ ABSENT = {
     "critic.use_dynamic_bsz": ("micro-batches are cut as the actor's are", "actor_rollout_ref.actor.use_dynamic_bsz"),
     "actor_rollout_ref.rollout.mode": ("engines are always servers", "remove it"),
     "use_4bit": ("the frozen base of LoRA can be held in 4 bits", "actor_rollout_ref.model.quantization=nf4"),
+    "use_8bit": ("the frozen base of LoRA can be held in 8 bits", "actor_rollout_ref.model.quantization=int8"),
     "use_lora": ("LoRA is on where its rank is above 0", "actor_rollout_ref.model.lora_rank=16"),
     "actor_rollout_ref.rollout.load_format": ("engines start from actor_rollout_ref.model.path", "remove it"),
 }

@@ -39,12 +39,7 @@ from rlhf_mp.errors import ConfigError, Problem
 IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 """``package.module:function``"""
 
-NOT_8_BIT = "8-bit matrices are multiplied with 8-bit activations, so engines would sample from another model"
-CHOICE_REASONS = {
-    "actor_rollout_ref.rollout.name": "rlhf_mp samples with SGLang",
-    "actor_rollout_ref.model.quantization": NOT_8_BIT,
-    "critic.model.quantization": NOT_8_BIT,
-}
+CHOICE_REASONS = {"actor_rollout_ref.rollout.name": "rlhf_mp samples with SGLang"}
 """Why a choice that people make elsewhere is not one here."""
 
 

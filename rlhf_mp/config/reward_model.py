@@ -12,7 +12,7 @@ class FrozenModelConfig:
 
     path: str = knob("", "Hugging Face checkpoint folder of an AutoModelForSequenceClassification with one label")
     dtype: Literal["float32", "bfloat16"] = knob("bfloat16", "of weights and activations")
-    quantization: Literal["nf4"] | None = knob(None, "its matrices in 4 bits (bitsandbytes); unset: none")
+    quantization: Literal["nf4", "int8"] | None = knob(None, "its matrices in 4 or 8 bits (bitsandbytes); unset: none")
     use_remove_padding: bool = knob(False, "micro-batches of sequences one after the other, instead of padded")
     attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = knob(
         "auto", "as actor_rollout_ref.model.attn_implementation"

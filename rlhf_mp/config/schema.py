@@ -46,7 +46,9 @@ class ModelConfig:
     lora_rank: int = knob(0, "train low-rank adapters of this rank instead of the model; usual: 8-64; 0: no LoRA", ge=0)
     lora_alpha: int = knob(16, "adapters count lora_alpha / lora_rank times", ge=1)
     lora_dropout: float = knob(0.0, "of what goes into an adapter, in training; not in RL", ge=0, le=0.9)
-    quantization: Literal["nf4"] | None = knob(None, "QLoRA: the base's matrices in 4 bits (bitsandbytes); unset: none")
+    quantization: Literal["nf4", "int8"] | None = knob(
+        None, "QLoRA: the base's matrices in 4 or 8 bits (bitsandbytes); unset: none"
+    )
     target_modules: list[str] = knob(["all-linear"], "linear layers that get an adapter, by last names, or all-linear")
 
 

@@ -60,7 +60,7 @@ def load_causal_lm(
     if packed:
         check_packing(model)
     model.config.use_cache = False
-    return as_it_trains(model)
+    return as_it_trains(model, dtype)
 
 
 def without_dropout(config: PretrainedConfig) -> PretrainedConfig:

@@ -51,7 +51,7 @@ def load_scalar_model(
     if packed:
         check_packing(model)
     model.config.use_cache = False
-    return as_it_trains(model)
+    return as_it_trains(model, dtype)
 
 
 @cache

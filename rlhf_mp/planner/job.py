@@ -187,7 +187,7 @@ class Job:
     reward_model: ModelShape | None = None
     reward_kernels: Kernels | None = None  # None: the actor's
     reward_offload: bool = False
-    reward_quantization: Literal["nf4"] | None = None
+    reward_quantization: Literal["int8", "nf4"] | None = None
     reward_server: Engine | None = None  # one of those that hold the reward model; None: the ranks do
     engine: Engine | None = None
     bucket_bytes: float = 256e6  # two buffers of a weight swap

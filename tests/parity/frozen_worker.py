@@ -1,4 +1,4 @@
-"""One rank that scores with a reward model in 4 bits: under ZeRO-3, in host memory or not, and in one process."""
+"""One rank that scores with a reward model in 4 and 8 bits: under ZeRO-3, in host memory or not, and in one process."""
 
 import json
 import sys
@@ -20,7 +20,7 @@ from rlhf_mp.train.deepspeed_engine import init_distributed
 CPU = torch.device("cpu")
 
 
-def scorer(path: str, strategy: str, *, quantization: str | None = "nf4", offload: bool = False) -> Scorer:
+def scorer(path: str, strategy: str, *, quantization: str | None, offload: bool = False) -> Scorer:
     tree = {
         "data": {"train_files": "t"},
         "trainer": {"n_gpus_per_node": 1 if strategy == "torch" else dist.get_world_size(), "device": "cpu"},
@@ -42,17 +42,22 @@ def batches(rank: int) -> list[TokenBatch]:
     return [collate(made[:3]), collate(made[3:])]
 
 
-def main(out: str, path: str) -> None:
-    init_distributed()
-    given = batches(dist.get_rank())
-    alone = torch.cat(scorer(path, "torch").score(given))
-    whole = torch.cat(scorer(path, "torch", quantization=None).score(given))
+def measured(path: str, kind: str, given: list[TokenBatch], whole: torch.Tensor) -> dict[str, float]:
+    alone = torch.cat(scorer(path, "torch", quantization=kind).score(given))
     found = {"spread": (whole.max() - whole.min()).item(), "moved": (alone - whole).abs().max().item()}
     for offload in (False, True):
-        spread = scorer(path, "deepspeed", offload=offload)
+        spread = scorer(path, "deepspeed", quantization=kind, offload=offload)
         found[f"offload {offload}"] = (torch.cat(spread.score(given)) - alone).abs().max().item()
         found["bytes"] = sum(t.nbytes for component, t in spread.tensors() if component is Component.weights)
         spread.engine.destroy()
+    return found
+
+
+def main(out: str, path: str) -> None:
+    init_distributed()
+    given = batches(dist.get_rank())
+    whole = torch.cat(scorer(path, "torch", quantization=None).score(given))
+    found = {kind: measured(path, kind, given, whole) for kind in ("nf4", "int8")}
     gathered = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, found)
     if dist.get_rank() == 0:

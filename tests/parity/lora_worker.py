@@ -46,10 +46,14 @@ class AdapterOracle(Oracle):
         return min(move.abs().max().item() for move in moves)
 
 
-class QuantizedOracle(AdapterOracle):
+class FourBitOracle(AdapterOracle):
     """The base's matrices in 4 bits."""
 
     quantization = "nf4"
+
+
+class EightBitOracle(AdapterOracle):
+    quantization = "int8"
 
 
 def engine_of(oracle: Oracle, config: ActorConfig, dtype: str = "float32") -> DeepSpeedEngine:
@@ -153,10 +157,12 @@ def report_of(oracle: Oracle) -> dict:
 
 def report_of_actor(oracle: Oracle, folder: Path) -> dict:
     """What is the same code for a critic, or asked of a policy alone."""
-    quantized = QuantizedOracle(oracle.role, oracle.path)
+    quantized, eight_bit = (kind(oracle.role, oracle.path) for kind in (FourBitOracle, EightBitOracle))
     return {
         "quantized": {name_of(knobs): worst(run_case(quantized, case(*knobs))) for knobs in QUANTIZED_CASES},
         "quantized_loss": quantized.trained["loss"],
+        "8 bits": worst(run_case(eight_bit, case(3, True, True))),
+        "8-bit loss": eight_bit.trained["loss"],
         "base": exactly_the_base(oracle),
         "states": states_of_one_step(oracle),
         "resumed": {

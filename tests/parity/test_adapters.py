@@ -67,6 +67,11 @@ def test_a_base_in_4_bits_trains_the_same_under_every_stage(actor):
     assert abs(actor["quantized_loss"][0] - actor["loss"][0]) > 1e-3  # it is another base
 
 
+def test_a_base_in_8_bits_trains_the_same_when_shared_and_in_host_memory(actor):
+    assert max(actor["8 bits"].values()) <= TOLERANCE
+    assert 1e-5 < abs(actor["8-bit loss"][0] - actor["loss"][0]) < abs(actor["quantized_loss"][0] - actor["loss"][0])
+
+
 def test_the_reference_is_a_separate_base_model_exactly(actor):
     *differences, moved = actor["base"]
     assert differences == [0.0, 0.0, 0.0] and moved > 1e-3

@@ -204,7 +204,8 @@ def test_what_servers_hold_is_not_of_a_ranks_share():
     assert len(alone) == 1 and alone == beside
 
 
-def test_a_reward_model_in_4_bits():
+@pytest.mark.parametrize(("kind", "bits"), [("nf4", 4 + 8 / 64 + 32 / (64 * 256)), ("int8", 8 + 32 / LLAMA.hidden)])
+def test_a_reward_model_in_fewer_bits(kind, bits):
     whole, packed = (
         next(
             t.bytes
@@ -213,11 +214,11 @@ def test_a_reward_model_in_4_bits():
             .terms
             if t.role is Role.reward_model
         )
-        for quantization in (None, "nf4")
+        for quantization in (None, kind)
     )
     linear, rest = LLAMA.linear_params, LLAMA.num_params_scalar_head - LLAMA.linear_params
     assert whole == 2 * LLAMA.num_params_scalar_head
-    assert packed == pytest.approx(linear * (4 + 8 / 64 + 32 / (64 * 256)) / 8 + 2 * rest)
+    assert packed == pytest.approx(linear * bits / 8 + 2 * rest)
 
 
 def test_disjoint_engines_do_not_see_the_trainer_and_the_trainer_not_them():

@@ -149,7 +149,9 @@ def test_the_canary_agrees_after_a_good_swap_and_catches_stale_weights(syncs, co
 
 
 @pytest.mark.parametrize(
-    ("transport", "quantization"), [*((name, None) for name in VERSIONS), ("tensor", "nf4")], ids=str
+    ("transport", "quantization"),
+    [*((name, None) for name in VERSIONS), ("tensor", "nf4"), ("tensor", "int8")],
+    ids=str,
 )
 def test_an_adapter_reaches_the_engine_merged(sglang_server, control, syncs, tiny_checkpoint, transport, quantization):
     model = ModelConfig(str(tiny_checkpoint), lora_rank=4, lora_alpha=12, quantization=quantization)
@@ -158,7 +160,7 @@ def test_an_adapter_reaches_the_engine_merged(sglang_server, control, syncs, tin
     sync.push(engine.weights(), version, must_differ=False)
     assert largest_difference(sglang_server, engine) <= 1e-4
     whole_base = largest_difference(sglang_server, trainer(tiny_checkpoint))  # an adapter begins as nothing
-    assert whole_base <= 1e-4 if quantization is None else whole_base > 0.1
+    assert whole_base <= 1e-4 if quantization is None else whole_base > {"nf4": 0.1, "int8": 1e-3}[quantization]
 
     generator = torch.Generator().manual_seed(5)
     for parameter in engine.module.parameters():

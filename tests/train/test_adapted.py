@@ -1,5 +1,7 @@
 """LoRA in the one-process engine: what moves, what is kept, what the reference model is."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -48,12 +50,12 @@ def weights(engine) -> dict[str, torch.Tensor]:
 
 
 def bits(module) -> dict[str, torch.Tensor]:
-    """Packed 4-bit numbers are kept in elements that may be no numbers: nan differs from itself."""
+    """Packed numbers are kept in elements that may be no numbers: nan differs from itself."""
     return {name: p.data.clone().view(torch.uint8) for name, p in module.named_parameters()}
 
 
 @pytest.mark.parametrize(
-    ("dtype", "quantization"), [("float32", None), ("bfloat16", None), ("float32", "nf4"), ("bfloat16", "nf4")], ids=str
+    ("dtype", "quantization"), [*product(["float32", "bfloat16"], [None, "nf4"]), ("bfloat16", "int8")], ids=str
 )
 def test_only_adapters_move_and_only_they_have_optimizer_state(tiny_checkpoint, batch, dtype, quantization):
     engine = make_actor(config_of(tiny_checkpoint, dtype=dtype, quantization=quantization), CPU, 10)
@@ -80,8 +82,9 @@ def test_the_reference_is_the_base_exactly_and_holds_nothing(tiny_checkpoint, ba
     assert step(engine, batch) < 10  # and it still trains
 
 
-@pytest.mark.parametrize(("quantization", "close"), [(None, 0.005), ("nf4", 0.02)])
+@pytest.mark.parametrize(("quantization", "close"), [(None, 0.005), ("nf4", 0.02), ("int8", 0.03)])
 def test_what_is_held_is_what_is_planned(tiny_checkpoint, batch, quantization, close):
+    """But for the scales of quantized matrices, which are no weights of the module: much in matrices this narrow."""
     config = config_of(tiny_checkpoint, quantization=quantization)
     engine = make_actor(config, CPU, 10)
     engine.before_step = lambda _: found.update(held_bytes({Role.actor: engine}))
@@ -96,7 +99,9 @@ def test_what_is_held_is_what_is_planned(tiny_checkpoint, batch, quantization, c
         assert found[Role.actor, component, True] == pytest.approx(planned, rel=close)
 
 
-@pytest.mark.parametrize("model", [{}, {"dtype": "bfloat16"}, {"quantization": "nf4"}], ids=str)
+@pytest.mark.parametrize(
+    "model", [{}, {"dtype": "bfloat16"}, {"quantization": "nf4"}, {"quantization": "int8"}], ids=str
+)
 def test_a_resumed_adapter_continues_bit_for_bit_from_a_small_file(tiny_checkpoint, batch, tmp_path, model):
     config = config_of(tiny_checkpoint, **model)
     straight = make_actor(config, CPU, 8)
