@@ -51,8 +51,9 @@ rlhf-demo: setup
 unit: setup
 	$(IN_VENV) $(ON_CPU) python -m pytest -m "not engine and not long" -n 4 --dist worksteal
 
+# A file at a time: its tests share what they start. Two, as a job of two ranks keeps two cores busy half of its time.
 engines: setup
-	$(IN_VENV) $(ON_CPU) python -m pytest -m "engine and not long" --durations=30
+	$(IN_VENV) $(ON_CPU) python -m pytest -m "engine and not long" -n 2 --dist loadfile --durations=30
 
 ifdef ARGS
 test: setup

@@ -3,9 +3,11 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
+from xdist.scheduler import LoadFileScheduling
 
 from rlhf_mp.cluster.bootstrap import LAUNCHER_ENV
 from rlhf_mp.cluster.launcher import use_own_compiler_cache
@@ -16,6 +18,20 @@ settings.load_profile("repeatable")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 use_own_compiler_cache()
+
+# Folders whose tests share what is started once a session: SGLang servers, and a Slurm that bears no second one.
+ONE_WORKER = ("rollout", "slurm")
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
+    """With ``--dist loadfile``, files of a folder whose tests share servers stay together, too."""
+
+    class BySharedServers(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return next((folder for folder in ONE_WORKER if file.startswith(f"tests/{folder}/")), file)
+
+    return BySharedServers(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @pytest.fixture(autouse=True)

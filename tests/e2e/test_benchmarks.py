@@ -24,7 +24,7 @@ def ended(*words: object) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("config", ["quickstart", pytest.param("quickstart_megatron", marks=pytest.mark.long)])
+@pytest.mark.parametrize("config", ["quickstart", "quickstart_megatron"])
 def test_a_step_is_compared_with_bare_loops(config, inputs, tmp_path):
     out = tmp_path / "step.json"
     words = ["--config", ROOT / f"configs/{config}.yaml", "--steps", 2, "--rounds", 2, "--json", out]

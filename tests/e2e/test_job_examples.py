@@ -30,7 +30,6 @@ def decided(job) -> dict[int, dict[str, float]]:
     }
 
 
-@pytest.mark.long
 def test_a_loop_of_ones_own_trains_as_the_launcher_does(start, tmp_path):
     launched, own = start(tmp_path / "launched", *PPO), None
     assert launched.wait() == 0, launched.output()

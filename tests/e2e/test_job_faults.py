@@ -56,14 +56,7 @@ FAULTS = {
 }
 
 
-TWINS = {"rank 0", "kill of the launcher", "engine's worker"}
-"""Of another fault in the list."""
-CASES = [
-    pytest.param(fault, id=name, marks=pytest.mark.long if name in TWINS else ()) for name, fault in FAULTS.items()
-]
-
-
-@pytest.mark.parametrize("fault", CASES)
+@pytest.mark.parametrize("fault", [pytest.param(fault, id=name) for name, fault in FAULTS.items()])
 def test_a_death_ends_the_job_and_is_named_first(start, tmp_path, fault):
     job = start(
         tmp_path / "run",

@@ -8,7 +8,7 @@ from job import ROOT, Job
 
 from rlhf_mp.models import tiny
 
-pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 DATA = Path(__file__).parents[2].parent / "shared" / "data" / "gsm8k"
 
 

@@ -77,7 +77,6 @@ def test_a_checkpoint_of_another_adapter_is_refused_before_anything_starts(runs,
     assert "was written with actor_rollout_ref.model.lora_alpha = 16, this run has 32" in job.output()
 
 
-@pytest.mark.long
 def test_a_swap_of_the_adapter_alone_trains_alike_with_less_on_the_way(runs, start, tmp_path):
     words = ["actor_rollout_ref.weight_sync.adapter_only=true", "actor_rollout_ref.rollout.free_cache_engine=true"]
     words.append("trainer.total_training_steps=2")
@@ -92,7 +91,6 @@ def test_a_swap_of_the_adapter_alone_trains_alike_with_less_on_the_way(runs, sta
     assert weights(job).keys() == weights(runs[0]).keys()
 
 
-@pytest.mark.long
 def test_a_base_in_4_bits_on_one_rank(start, tmp_path):
     """Engines accept the unpacked, merged weights: the canary's log-probs differ by 1e-4 at most in float32."""
     words = ["actor_rollout_ref.model.quantization=nf4", "trainer.total_training_steps=2"]

@@ -5,7 +5,7 @@ import torch
 from job import ENGINE_ROUNDING, Job
 from safetensors.torch import load_file
 
-pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 PPO = [
     "algorithm.adv_estimator=gae", "actor_rollout_ref.actor.use_kl_loss=true", "trainer.total_training_steps=4",
     "trainer.test_freq=2", "trainer.save_freq=2",

@@ -67,7 +67,6 @@ def test_rewards_and_losses_of_every_step_are_equal(runs):
     assert len({record["actor/loss"] for record in runs.straight.steps().values()}) == 8
 
 
-@pytest.mark.long
 def test_a_changed_data_file_is_named_and_ends_the_resume(runs, start, inputs):
     (train,) = (Path(word.partition("=")[2]) for word in inputs if word.startswith("data.train_files="))
     before = train.read_text()

@@ -23,7 +23,6 @@ def computed(job) -> list[dict[str, float]]:
     return [{k: v for k, v in job.steps()[step].items() if k.startswith(COMPARED)} for step in (1, 2)]
 
 
-@pytest.mark.long
 def test_a_served_reward_model_trains_like_one_on_the_ranks(start, tmp_path, reward_checkpoint):
     words = [*OWN, f"reward_model.model.path={reward_checkpoint}", "trainer.total_training_steps=2"]
     on_ranks, served = (start(tmp_path / name, *words, *more) for name, more in [("ranks", []), ("served", SERVED)])
@@ -39,7 +38,6 @@ def test_a_served_reward_model_trains_like_one_on_the_ranks(start, tmp_path, rew
     assert (served.run_dir / "logs" / "reward_server_0.log").is_file()
 
 
-@pytest.mark.long
 def test_remax_and_dynamic_sampling_use_its_scores_and_a_lost_server_comes_back(start, tmp_path, reward_checkpoint):
     job = start(
         tmp_path / "run",

@@ -70,7 +70,7 @@ def launched(request, tmp_path_factory) -> dict:
     folder = tmp_path_factory.mktemp(f"{kind}_{num_ranks}")
     make_model(kind, tied, folder / "actor")
     make_critic_checkpoint(folder / "actor", folder / "critic")
-    on_ranks(WORKER, num_ranks, folder, str(folder), *ROLES, timeout_s=540)
+    on_ranks(WORKER, num_ranks, folder, str(folder), *ROLES, timeout_s=840)
     return json.loads((folder / "report.json").read_text())
 
 

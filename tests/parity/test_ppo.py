@@ -36,7 +36,7 @@ def report(request, tmp_path_factory) -> dict:
     folder = tmp_path_factory.mktemp("ppo")
     make_checkpoint(folder / "actor", character_tokenizer("0123456789+= "), TinyShape(64, 2, 4, 2, 16), std=0.1)
     make_critic_checkpoint(folder / "actor", folder / "critic")
-    on_ranks(WORKER, num_ranks, folder, str(folder), json.dumps({"actor": actor, "critic": critic}), timeout_s=300)
+    on_ranks(WORKER, num_ranks, folder, str(folder), json.dumps({"actor": actor, "critic": critic}))
     return json.loads((folder / "report.json").read_text())
 
 

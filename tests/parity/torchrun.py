@@ -11,7 +11,7 @@ from rlhf_mp.cluster.first_failure import tail
 ROOT = Path(__file__).parents[2]
 
 
-def on_ranks(worker: Path, num_ranks: int, folder: Path, *words: str, timeout_s: float = 500) -> None:
+def on_ranks(worker: Path, num_ranks: int, folder: Path, *words: str, timeout_s: float = 800) -> None:
     """``worker`` with ``words``, to its end; what it writes goes to ``folder/log``, and is shown if it fails."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_ENV}

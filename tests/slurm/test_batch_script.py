@@ -69,7 +69,6 @@ def test_a_preempted_job_makes_way_and_comes_back(sbatch, cluster):
     assert "stopped after a checkpoint; requeued" in job.log()
 
 
-@pytest.mark.long
 def test_a_job_preempted_without_warning_comes_back_too(sbatch, cluster):
     with cluster.settings("SlurmctldParameters=preempt_send_user_signal", ""):
         job = sbatch(options=("--exclusive",))

@@ -9,7 +9,6 @@ ROLLOUT = "actor_rollout_ref.rollout"
 START_S = 600
 
 
-@pytest.mark.long
 def test_half_of_an_engine_dies_and_the_whole_one_is_restarted(sbatch, cluster):
     job = sbatch(
         f"{ROLLOUT}.tensor_model_parallel_size=2",

@@ -70,7 +70,6 @@ def test_engines_on_a_machine_of_their_own(sbatch, cluster):
     assert "n2 has joined with its engines" in (job.run_dir / "logs" / "rank_1.log").read_text()
 
 
-@pytest.mark.long
 def test_the_end_of_the_keeper_of_such_a_machine_ends_the_job(sbatch, cluster):
     job = sbatch(
         "actor_rollout_ref.rollout.nnodes=1",
