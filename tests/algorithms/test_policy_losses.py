@@ -35,7 +35,7 @@ def by_hand(name, batch_of, ratios, advantages, **changes):
 
 def test_dual_clip_bounds_what_a_negative_advantage_can_cost(batch_of):
     loss, grad, metrics = by_hand("ppo_clip", batch_of, [5.0, 2.0, 5.0], [-1.0, -1.0, 1.0], clip_ratio_c=3.0)
-    assert loss.tolist() == [[3.0, 2.0, -1.3]]
+    torch.testing.assert_close(loss, torch.tensor([[3.0, 2.0, -1.3]]).double())
     torch.testing.assert_close(grad, torch.tensor([[0.0, 2.0, 0.0]]).double())
     assert metrics["clip_fraction_dual"].tolist() == [[1.0, 0.0, 0.0]]
 
@@ -64,7 +64,8 @@ def test_sapo_by_hand(batch_of):
 
 def test_gspo_clips_by_the_geometric_mean_of_the_ratios(batch_of):
     loss, grad, metrics = by_hand("gspo", batch_of, [2.0, 0.5], [1.0, 1.0])  # (2 * 0.5)^(1/2) = 1
-    assert loss.tolist() == [[-1.0, -1.0]] and grad.tolist() == [[-1.0, -1.0]]
+    torch.testing.assert_close(loss, torch.tensor([[-1.0, -1.0]]).double())  # not to the bit: processors differ in exp
+    torch.testing.assert_close(grad, torch.tensor([[-1.0, -1.0]]).double())
     loss, grad, metrics = by_hand("gspo", batch_of, [4.0, 1.0], [1.0, -1.0])  # 2
     torch.testing.assert_close(loss, torch.tensor([[-1.3, 2.0]]).double())
     torch.testing.assert_close(grad, torch.tensor([[0.0, 2.0]]).double())
