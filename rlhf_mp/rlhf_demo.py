@@ -55,7 +55,7 @@ def stages(out: Path) -> list[Stage]:
     return [
         # A policy whose rate has decayed is easily upset later. How many steps it takes to here differs by luck.
         fine_tuning(out, "sft", "base", 500, "constant", *until("eval/loss", "min", 0.5, every=10)),
-        fine_tuning(out, "rm_base", "sft/huggingface", 350, "cosine", "trainer.test_freq=100"),
+        fine_tuning(out, "rm_base", "sft/huggingface", 300, "cosine", "trainer.test_freq=100"),
         Stage(
             "rm",
             "rm_quickstart.yaml",
@@ -66,9 +66,10 @@ def stages(out: Path) -> list[Stage]:
                 f"data.train_files={out / 'train_pairs.jsonl'}",
                 f"data.val_files={out / 'val_pairs.jsonl'}",
                 f"{ACTOR}.optim.lr=1e-4",  # after 300 steps 0.94 of the pairs; at ten times as much 0.62
-                "trainer.total_training_steps=400",
+                f"{ACTOR}.optim.lr_scheduler_type=constant",  # when it begins to tell them apart differs by luck too
+                "trainer.total_training_steps=600",
                 "trainer.save_freq=50",
-                *until("eval/accuracy", "max", 0.97, every=50),
+                *until("eval/accuracy", "max", 0.96, every=50),
             ),
         ),
         Stage(
@@ -81,7 +82,7 @@ def stages(out: Path) -> list[Stage]:
                 f"reward_model.model.path={out / 'rm' / 'huggingface'}",
                 f"data.train_files={out / 'train.jsonl'}",
                 f"data.val_files={out / 'val.jsonl'}",
-                "trainer.total_training_steps=120",
+                "trainer.total_training_steps=100",
             ),
         ),
     ]
