@@ -56,7 +56,14 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", [pytest.param(fault, id=name) for name, fault in FAULTS.items()])
+TWINS = {"rank 0", "kill of the launcher", "engine's worker"}
+"""Each has another fault above that strikes the same part."""
+CASES = [
+    pytest.param(fault, id=name, marks=pytest.mark.long if name in TWINS else ()) for name, fault in FAULTS.items()
+]
+
+
+@pytest.mark.parametrize("fault", CASES)
 def test_a_death_ends_the_job_and_is_named_first(start, tmp_path, fault):
     job = start(
         tmp_path / "run",
