@@ -35,7 +35,7 @@ HEAVY = {"torch", "ray", "deepspeed", "sglang", "transformers", "numpy", "pyarro
 ADAPTERS = {
     "ray": r"cluster/bootstrap",
     "deepspeed": r"train/deepspeed_engine",
-    "sglang": r"rollout/sglang_plugin|weights/(tensor|distributed)",
+    "sglang": r"rollout/(sglang_plugin|seeded_draw)|weights/(tensor|distributed)",
     "transformers": r"models/(hf|packed_attention|quantized|scalar|tiny)|train/(deepspeed_engine|megatron_\w+)",
     "megatron": r"train/megatron_\w+",
     "mbridge": r"train/megatron_\w+",

@@ -2,9 +2,7 @@
 
 1. ``Receiver`` sees every tensor that reaches the model, and refuses a version that is not whole.
 2. Three load formats of ``update_weights_from_tensor``: a version begins, a flat bucket of bytes, a version ends.
-3. Every request samples from its own seed: SGLang does that only together with its deterministic kernels, which not
-   every attention backend has. The same prompt and seed give the same tokens whatever else is in the batch, up to
-   rounding of the logits.
+3. Every request draws from its own seed, whatever else is in the batch (``seeded_draw.py``).
 4. On CPU, attention of a decode step for many sequences at once (``batched_attention.py``).
 5. A reward model's head has no bias but its checkpoint's.
 6. Adapters on a CPU, which has no pinned memory.
@@ -30,7 +28,7 @@ def install() -> None:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from rlhf_mp.rollout import batched_attention
+    from rlhf_mp.rollout import batched_attention, seeded_draw
     from rlhf_mp.weights.receiver import Receiver
 
     receiver = Receiver()
@@ -44,10 +42,12 @@ def install() -> None:
     )
     HookRegistry.register(
         "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch",
-        seed_each_request,
+        seeded_draw.seed_each_request,
         HookType.AFTER,
     )
-    HookRegistry.register("sglang.srt.layers.sampler.multinomial_with_seed", draw_on_cpu, around)
+    sampler = "sglang.srt.layers.sampler"
+    HookRegistry.register(f"{sampler}.top_k_top_p_min_p_sampling_from_probs_torch", seeded_draw.draw_likeliest, around)
+    HookRegistry.register(f"{sampler}.multinomial_with_seed", seeded_draw.draw_on_cpu, around)
     HookRegistry.register("sglang.srt.managers.tokenizer_manager.TokenizerManager.pause_generation", pause_soon, around)
     backend = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
     HookRegistry.register(f"{backend}._run_sdpa_forward_decode", batched_attention.decode, around)
@@ -173,39 +173,3 @@ def replace_adapter(runner: Any, tensors: dict[str, Any]) -> None:
     if slot is not None:  # the next batch finds no copy of the old one, and makes one
         pool.eviction_policy.remove(adapter.lora_id)
         pool.buffer_id_to_uid[slot] = EMPTY_SLOT
-
-
-def seed_each_request(result: Any, cls: type, batch: Any, vocab_size: int) -> Any:
-    """After SGLang has gathered the sampling parameters of a batch."""
-    import torch
-
-    seeds = [req.sampling_params.sampling_seed for req in batch.reqs]
-    if all(seed is not None for seed in seeds):
-        result.sampling_seed = torch.tensor(seeds, dtype=torch.int64).to(result.device, non_blocking=True)
-    return result
-
-
-def draw_on_cpu(original: Callable, logprobs: Any, seed: Any, positions: Any) -> Any:
-    """Around the seeded draw, whose hash is a Triton kernel: on CPU one uniform number a row, by inverse CDF."""
-    if not logprobs.is_cpu:
-        return original(logprobs, seed, positions)
-    cdf = logprobs.double().exp().cumsum(-1)
-    threshold = uniform(seed, positions)[:, None] * cdf[:, -1:]
-    import torch
-
-    return torch.searchsorted(cdf, threshold, right=True).clamp_(max=logprobs.shape[1] - 1)
-
-
-def uniform(seed: Any, position: Any) -> Any:
-    """float64 numbers in [0, 1), a function of (seed, position) alone.
-
-    Source: SplitMix64, Steele, Lea and Flood, OOPSLA 2014, fig. 16; int64 arithmetic wraps as the original's does.
-    """
-
-    def shifted(x: Any, bits: int) -> Any:  # logical, not arithmetic
-        return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-    x = seed.long() * -7046029254386353131 + position.long() * 6364136223846793005
-    x = (x ^ shifted(x, 30)) * -4658895280553007687
-    x = (x ^ shifted(x, 27)) * -7723592293110705685
-    return shifted(x ^ shifted(x, 31), 11).double() * 2.0**-53

@@ -1,17 +1,19 @@
 """A real SGLang server: its log-probs against the trainer's, before and after swaps, and swaps that must fail."""
 
+import asyncio
 import contextlib
 import os
 from pathlib import Path
 
 import pytest
 import torch
-from server_parts import STOP, largest_difference, sample, sync_by_each_transport, trainer
+from server_parts import PROMPT, STOP, largest_difference, sample, sync_by_each_transport, trainer
 
 from rlhf_mp.config.schema import ModelConfig
 from rlhf_mp.data.collate import collate
 from rlhf_mp.errors import SyncError
-from rlhf_mp.rollout.sglang_client import EngineControl
+from rlhf_mp.rollout.base import SamplingParams
+from rlhf_mp.rollout.sglang_client import EngineControl, SGLangClient
 from rlhf_mp.train.torch_engine import TorchEngine
 from rlhf_mp.weights.base import WeightSync
 from rlhf_mp.weights.canary import make_canary
@@ -65,6 +67,41 @@ def test_a_seed_fixes_its_response_whatever_else_is_in_the_batch(sglang_server):
     together = [c.ids for c in sample(sglang_server, 4, seeds=[3, 9, 5, 11])]
     assert together[2] == alone
     assert len({tuple(ids) for ids in together}) == 4
+
+
+NEIGHBOURS = {
+    "greedy": {"temperature": 0.0, "sampling_seed": 3},
+    "top_p": {"temperature": 1.0, "top_p": 0.5, "sampling_seed": 3},
+    "unseeded": {"temperature": 1.0},
+}
+
+
+@pytest.mark.parametrize("kind", list(NEIGHBOURS))
+def test_a_seed_fixes_its_response_whatever_a_neighbour_asks_for(sglang_server, control, kind):
+    """Evaluation and baselines are greedy, and the last of them may still be in the batch when responses begin."""
+    wanted = {"max_new_tokens": 100, "ignore_eos": True} | NEIGHBOURS[kind]
+
+    async def in_company(seeds: list[int]) -> list[list[int]]:
+        client = SGLangClient("engine", sglang_server.address, timeout_s=60)
+        neighbour = asyncio.create_task(
+            asyncio.to_thread(control.call, "/generate", input_ids=[5, 6], sampling_params=wanted)
+        )
+        try:
+            params = SamplingParams(1.0, 1.0, -1, 24, (STOP,))
+            found = await asyncio.gather(*(client.generate(PROMPT, params, [seed]) for seed in seeds))
+        finally:
+            await client.close()
+            answer = await neighbour
+        assert len(answer["output_ids"]) == 100
+        return [completion.ids for (completion,) in found]
+
+    alone = [sample(sglang_server, 1, seeds=[seed])[0].ids for seed in range(5, 10)]
+    assert asyncio.run(in_company(list(range(5, 10)))) == alone
+
+
+def test_without_seeds_responses_differ(sglang_server):
+    assert len({tuple(c.ids) for c in sample(sglang_server, 8, seeds=[None] * 8)}) > 4
+    assert sample(sglang_server, 1, seeds=[None])[0].ids != sample(sglang_server, 1, seeds=[None])[0].ids
 
 
 def test_responses_end_at_the_stop_token_or_at_the_limit(sglang_server):
