@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,17 @@ def adapter_of(plan: ServerPlan, config: RunConfig) -> AdapterPlan | None:
 def knobs_of(plan: ServerPlan, config: RunConfig) -> RolloutConfig:
     """What the server's command line is made from."""
     return config.actor_rollout_ref.rollout if plan.kind == "engine" else reward_server_knobs(config)
+
+
+async def first_of(*answers: Coroutine[Any, Any, str]) -> str:
+    """The first answer; nobody waits for the others any more."""
+    tasks = [asyncio.ensure_future(answer) for answer in answers]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return next(task.result() for task in tasks if task.done())
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 class ServerOwner:
@@ -137,9 +148,9 @@ class EngineHost(ServerOwner):
 
     async def _lost_part(self) -> str:
         """Waits for the end of any part, and says what it was."""
-        ends = [asyncio.ensure_future(self._part_end(part, run)) for part, run in enumerate(self._runs, start=1)]
-        done, _ = await asyncio.wait(ends or [asyncio.Future()], return_when=asyncio.FIRST_COMPLETED)  # or never
-        return done.pop().result()
+        if not self._runs:
+            await asyncio.Future()  # never
+        return await first_of(*(self._part_end(part, run) for part, run in enumerate(self._runs, start=1)))
 
     async def _part_end(self, part: int, run: Any) -> str:
         log = engine_log(self.logs, self.plan.index, self.num_restarts, self.plan.kind, part)
@@ -159,9 +170,7 @@ class EngineHost(ServerOwner):
             await self._up()
         except EngineError as error:
             return error.reason
-        ends = [asyncio.ensure_future(end) for end in (self.end(), self._lost_part())]
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        return next(end.result() for end in ends if end.done())
+        return await first_of(self.end(), self._lost_part())
 
     async def restart(self) -> Address:
         """End what is left of the server, start another by the same plan, and wait until it answers.

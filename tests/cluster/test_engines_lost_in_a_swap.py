@@ -77,13 +77,30 @@ class Cluster:
         }
         config = config_from_dict(tree)
         self.loop = asyncio.new_event_loop()
-        threading.Thread(target=self.loop.run_forever, daemon=True).start()
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self.thread.start()
         # servers end with the thread that starts them
         self.hosts = [self.run(self.made(plan, config, logs)) for plan in place(config, on_cpu=True).servers]
         addresses = [self.run(host.ready()) for host in self.hosts]
         self.pool = EnginePool(Rules(9, 5, 10), lambda name, address: SGLangClient(name, address, 30))
         self.roster = LocalRoster(self.pool, self.loop)
         self.roster.call(lambda: self.pool.adopt(self.hosts, addresses))
+
+    def end(self) -> None:
+        self.run(self.forget())  # or the pool would replace them
+        for host in self.hosts:
+            host.server.kill()
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join()
+        self.loop.close()
+
+    async def forget(self) -> None:
+        """Everything that the pool does and waits for."""
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(member.client.close() for member in self.pool.members if member.client))
 
     async def made(self, *args) -> EngineHost:
         return EngineHost(*args, "127.0.0.1")
@@ -115,9 +132,7 @@ class Cluster:
 def cluster(tiny_checkpoint, tmp_path_factory) -> Iterator[Cluster]:
     made = Cluster(tiny_checkpoint, tmp_path_factory.mktemp("logs"))
     yield made
-    made.loop.call_soon_threadsafe(made.loop.stop)  # or the pool would replace them
-    for host in made.hosts:
-        host.server.kill()
+    made.end()
 
 
 @pytest.fixture(scope="module")
