@@ -151,12 +151,12 @@ def test_a_judge_that_never_answers_is_given_up_at_the_deadline_and_others_are_s
 
 def test_no_more_requests_at_once_than_allowed(service, serving):
     async def handler(request):
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.1)
         return await says("Score: 10")(request)
 
     async def test():
         service.handler = handler
-        judge = made(service, max_concurrency=3, timeout_s=0.5)  # waiting for a turn is no part of the deadline
+        judge = made(service, max_concurrency=3, timeout_s=1.0)  # waiting for a turn is no part of the deadline
         assert await scores(judge, *map(str, range(40))) == [1.0] * 40
         assert service.most_at_once == 3
         await judge.close()
