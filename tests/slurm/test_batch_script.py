@@ -48,7 +48,7 @@ def test_a_killed_rank_is_named_with_its_node(sbatch, cluster):
 
 
 def test_before_the_time_limit_the_job_stops_by_itself_requeues_and_resumes(sbatch):
-    job = sbatch(options=("--time=1", "--signal=B:USR1@50"))
+    job = sbatch(options=("--time=1", "--signal=B:USR1@20"))  # Slurm sends it 20 to 50 s before
     job.wait_ready()
     job.wait_ready(restart=1)
     assert "stopped after a checkpoint; requeued" in job.log()
@@ -56,6 +56,15 @@ def test_before_the_time_limit_the_job_stops_by_itself_requeues_and_resumes(sbat
         job.end(rank, 0, restart=1)
     ended = job.wait()
     assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1")
+
+
+def test_a_wish_to_stop_that_comes_before_the_ranks_is_kept(sbatch, env_file, tmp_path):
+    own = tmp_path / "env.sh"
+    at_once = '[ "${SLURM_STEP_ID:-}" ] || [ "${SLURM_RESTART_COUNT:-0}" != 0 ] || kill -USR1 $$'
+    own.write_text(f"{env_file.read_text()}{at_once}\n")
+    job = sbatch(environ={"RLHF_MP_ENV": str(own)})
+    job.wait_ready(restart=1)
+    assert "stopped after a checkpoint; requeued" in job.log()
 
 
 def test_a_preempted_job_makes_way_and_comes_back(sbatch, cluster):
