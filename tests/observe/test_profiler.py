@@ -44,12 +44,13 @@ def test_a_decorated_function_is_measured_and_otherwise_the_same(caplog):
 
 def test_a_timer_adds_up_and_keeps_time_through_an_error():
     timing: dict[str, float] = {}
+    started = time.monotonic()
     with simple_timer("part", timing):
         time.sleep(0.02)
     with pytest.raises(ValueError), simple_timer("part", timing):
         time.sleep(0.02)
         raise ValueError
-    assert [*timing] == ["part"] and 0.04 <= timing["part"] < 10
+    assert [*timing] == ["part"] and 0.04 <= timing["part"] <= time.monotonic() - started
 
 
 def test_the_norm_of_gradients_by_hand():
@@ -81,7 +82,7 @@ def test_optimizing_turns_on_checkpointing_where_there_is_any():
 def test_a_monitor_sees_what_came_and_went_while_it_ran():
     with PerformanceMonitor(interval_s=0.005) as monitor:
         block = torch.ones(128 * MIB // 4)
-        time.sleep(0.4)
+        time.sleep(0.1)
         del block
     stats = monitor.get_memory_stats()
     assert stats["num_samples"] >= 5

@@ -153,9 +153,9 @@ def test_a_box_goes_before_a_marked_line_and_a_marked_line_before_nothing():
 
 
 def test_a_repeating_response_is_searched_in_linear_time():
-    started = time.perf_counter()
+    started = time.process_time()
     assert last_boxed("\\boxed{" * 100_000) is None  # a quadratic search takes hours
-    assert time.perf_counter() - started < 30
+    assert time.process_time() - started < 2
 
 
 def test_a_comparison_that_never_ends_is_a_failure_and_the_next_one_works():

@@ -81,7 +81,7 @@ def test_terms_judge_at_the_same_time_and_their_latency_is_told():
     judged(reward)
     seconds, metrics = time.monotonic() - started, reward.settle()
     slow, quick = (metrics[f"reward_term/{label}/latency_s"] for label in terms)
-    assert 0.3 <= slow[0] <= seconds and quick[0] < slow[0] and slow[1] == quick[1] == 1
+    assert 0.3 <= slow[0] <= seconds and slow[0] - quick[0] > 0.1 and slow[1] == quick[1] == 1
     assert metrics["reward_term/quick/latency_max_s"][0] == quick[0]
 
 

@@ -48,7 +48,7 @@ def test_a_killed_rank_is_named_with_its_node(sbatch, cluster):
 
 
 def test_before_the_time_limit_the_job_stops_by_itself_requeues_and_resumes(sbatch):
-    job = sbatch(options=("--time=1", "--signal=B:USR1@20"))  # Slurm sends it 20 to 50 s before
+    job = sbatch(options=("--time=1", "--signal=B:USR1@20"))
     job.wait_ready()
     job.wait_ready(restart=1)
     assert "stopped after a checkpoint; requeued" in job.log()
