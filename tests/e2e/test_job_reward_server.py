@@ -25,10 +25,14 @@ def computed(job) -> list[dict[str, float]]:
 
 def test_a_served_reward_model_trains_like_one_on_the_ranks(start, tmp_path, reward_checkpoint):
     words = [*OWN, f"reward_model.model.path={reward_checkpoint}", "trainer.total_training_steps=2"]
-    on_ranks, served = (start(tmp_path / name, *words, *more) for name, more in [("ranks", []), ("served", SERVED)])
-    for job in (on_ranks, served):
+
+    def finished(name, *more):
+        job = start(tmp_path / name, *words, *more)
         assert job.wait() == 0, job.output()
         job.assert_nothing_left()
+        return job
+
+    on_ranks, served = finished("ranks"), finished("served", *SERVED)
     first = computed(on_ranks)[0]
     assert first["reward_model/score_square_mean"] > first["reward_model/score_mean"] ** 2 + 0.1  # scores differ
     for before, now in zip(computed(on_ranks), computed(served), strict=True):
