@@ -44,13 +44,17 @@ ENGINE_ROUNDING = "actor/rollout_"
 nothing else is computed from them."""
 
 
-def command(config: Path, *overrides: str, num_ranks: int = 1, script: Path = LAUNCH) -> list[str]:
-    """What a user types: plain python for one rank, deepspeed for several."""
-    script = [str(script), "--config", str(config), *overrides]
+def launcher(num_ranks: int) -> list[str]:
+    """What a user types before the script: plain python for one rank, deepspeed for several."""
     if num_ranks == 1:
-        return [sys.executable, *script]
-    port = 20_000 + os.getpid() % 20_000  # jobs of one test run follow each other
-    return [str(BIN / "deepspeed"), "--num_gpus", str(num_ranks), "--master_port", str(port), *script]
+        return [sys.executable]
+    port = 20_000 + os.getpid() % 10_000  # jobs of one test run follow each other; below those that systems hand out
+    return [str(BIN / "deepspeed"), "--num_gpus", str(num_ranks), "--master_port", str(port)]
+
+
+def command(config: Path, *overrides: str, num_ranks: int = 1, script: Path = LAUNCH) -> list[str]:
+    """What a user types."""
+    return [*launcher(num_ranks), str(script), "--config", str(config), *overrides]
 
 
 def environment() -> dict[str, str]:

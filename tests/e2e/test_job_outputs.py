@@ -130,17 +130,20 @@ def test_the_timeline_has_every_process_and_adds_up_to_the_metrics(distributed):
     events = json.loads((distributed.run_dir / "timeline.json").read_text())["traceEvents"]
     names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
     assert sorted(names) == ["rank 0", "rank 1", "scheduler"]
-    spans = [event for event in events if event["ph"] == "X" and event["pid"] == 1]
-    steps = [span for span in spans if span["name"].startswith("step ")]
-    assert [span["name"] for span in steps] == ["step 1", "step 2"]
-    assert {"rollout", "score", "train", "sync", "validation", "checkpoint"} <= {span["name"] for span in spans}
-    for step, (number, metrics) in zip(steps, distributed.steps().items(), strict=True):
-        inside = [s for s in spans if step["ts"] < s["ts"] < step["ts"] + step["dur"] and s["name"] == "train"]
-        assert sum(span["dur"] for span in inside) / 1e6 == pytest.approx(metrics["time/train_s"], rel=0.1, abs=0.05), (
-            number
-        )
+    ranks = [[event for event in events if event["ph"] == "X" and event["pid"] == pid] for pid in (1, 2)]
+    steps = [[span for span in spans if span["name"].startswith("step ")] for spans in ranks]
+    assert [[span["name"] for span in own] for own in steps] == [["step 1", "step 2"]] * 2
+    assert {"rollout", "score", "train", "sync", "validation", "checkpoint"} <= {span["name"] for span in ranks[0]}
+    for number, metrics in distributed.steps().items():
+        seconds = [train_seconds(own[number - 1], spans) for own, spans in zip(steps, ranks, strict=True)]
+        assert sum(seconds) / 2 == pytest.approx(metrics["time/train_s"], rel=0.1, abs=0.05), number
     responses = [event["args"]["value"] for event in events if event["name"] == "SGLang engine 0: responses"]
     assert max(responses) > 0 and responses[-1] == 0
+
+
+def train_seconds(step: dict, spans: list[dict]) -> float:
+    inside = [s for s in spans if s["name"] == "train" and step["ts"] < s["ts"] < step["ts"] + step["dur"]]
+    return sum(span["dur"] for span in inside) / 1e6
 
 
 def test_checkpoint_and_export_take_the_disk_that_was_planned(job):

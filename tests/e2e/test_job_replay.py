@@ -1,13 +1,12 @@
 """Real runs looked into afterwards: steps made again, on other backends too, and where a number stopped being one."""
 
 import json
-import os
 import subprocess
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from job import BIN, ROOT, Job, environment
+from job import BIN, ROOT, Job, environment, launcher
 from test_job_tasks import run  # noqa: F401 (a fixture)
 from unlucky_loss import FIRST_OF_ANSWER, UNLUCKY
 
@@ -22,10 +21,8 @@ def replayed(run_dir: Path, step: int, *words: str, num_ranks: int = 1) -> tuple
     out = run_dir / "replay.json"
     out.unlink(missing_ok=True)
     script = [str(ROOT / "launch" / "replay.py"), str(run_dir), "--step", str(step), "--json", str(out), *words]
-    port = str(20_000 + os.getpid() % 20_000)
-    several = [str(BIN / "deepspeed"), "--num_gpus", str(num_ranks), "--master_port", port]
     done = subprocess.run(
-        [*(several if num_ranks > 1 else [str(BIN / "python")]), *script],
+        [*launcher(num_ranks), *script],
         env=environment(), cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=300,
     )  # fmt: skip
     assert done.returncode in (0, 1), done.stdout + done.stderr

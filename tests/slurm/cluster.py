@@ -184,7 +184,7 @@ class Cluster:
         there = ["env", f"SLURM_CONF={self.folder}/etc/slurm.conf", "sh", "-c", 'cd "$0" && exec "$@"', str(cwd)]
         return [*enter, *there, *command]
 
-    def wait_idle(self, timeout_s: float = 30) -> None:
+    def wait_idle(self, timeout_s: float = 120) -> None:
         """Until every node takes jobs."""
         deadline = time.monotonic() + timeout_s
         while self.run("sinfo", "-h", "-p", "main", "-t", "idle", "-o", "%D", check=False).strip() != str(
@@ -205,7 +205,7 @@ class Cluster:
             time.sleep(0.3)
         return job
 
-    def left(self, timeout_s: float = 15) -> list[str]:
+    def left(self, timeout_s: float = 30) -> list[str]:
         """What still runs or lies on the nodes: processes, files in /tmp, /dev/shm. Slurm's own go a moment later."""
         deadline = time.monotonic() + timeout_s
         while (found := list(self._left())) and time.monotonic() < deadline:

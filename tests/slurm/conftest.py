@@ -4,7 +4,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from cluster import NAMESPACES, Cluster
 from rlhf_mp.cluster.first_failure import wait_until
 
 ROOT = Path(__file__).parents[2]
+PATIENCE_S = 180  # most takes seconds; a busy machine must not look like a hang
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge", "iproute2")
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "ip", "unshare", "nsenter")
 # What a container often may not do, root or not.
@@ -55,7 +55,7 @@ class Job:
     def output(self, node: str, restart: int = 0) -> str:
         return (self.run_dir / f"logs/slurm-{self.number}/node-{node}.{restart}.log").read_text(errors="replace")
 
-    def wait_for(self, condition: Callable[[], bool], timeout_s: float = 60) -> None:
+    def wait_for(self, condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
         assert wait_until(condition, timeout_s), f"{self.cluster.job(self.number)}\n{self.log()}"
 
     def wait_ready(self, restart: int = 0, num_ranks: int = 2) -> list[str]:
@@ -71,7 +71,7 @@ class Job:
         """To the batch script alone, as Slurm does before a time limit or a pre-emption."""
         self.cluster.run("scancel", "--batch", f"--signal={name}", self.number)
 
-    def wait(self, timeout_s: float = 120) -> dict[str, str]:
+    def wait(self, timeout_s: float = PATIENCE_S) -> dict[str, str]:
         try:
             return self.cluster.wait_job(self.number, timeout_s)
         except AssertionError as error:
@@ -139,7 +139,5 @@ def sbatch(cluster: Cluster, inputs: list[str], env_file: Path, tmp_path: Path) 
     yield submit
     for job in jobs:
         cluster.run("scancel", "--quiet", job.number, check=False)
-    deadline = time.monotonic() + 30
-    while cluster.run("squeue", "-h") and time.monotonic() < deadline:
-        time.sleep(0.2)
+    wait_until(lambda: not cluster.run("squeue", "-h"), PATIENCE_S)
     cluster.wait_idle()  # a node that was lost comes back after a while, and the next test names nodes

@@ -120,7 +120,7 @@ def test_after_a_node_lost_its_power_the_job_waits_for_nodes_and_starts_again(sb
     job.wait_ready(num_ranks=3)
     cluster.power_off("n3")
     try:
-        job.wait_for(lambda: cluster.job(job.number)["Restarts"] == "1", 60)
+        job.wait_for(lambda: cluster.job(job.number)["Restarts"] == "1")
     finally:
         cluster.power_on("n3")
     job.wait_ready(restart=1, num_ranks=3)
@@ -131,7 +131,7 @@ def test_a_node_whose_link_is_cut_is_replaced_by_another(sbatch, cluster):
     job.wait_ready()
     cluster.cut("n2")
     try:
-        job.wait_for(lambda: cluster.job(job.number)["Restarts"] == "1", 60)
+        job.wait_for(lambda: cluster.job(job.number)["Restarts"] == "1")
         assert [text.split()[0] for text in job.wait_ready(restart=1)] == ["n1", "n3"]
     finally:
         cluster.heal("n2")

@@ -19,9 +19,9 @@ def test_submitting_following_and_the_jobs_exit_code(cluster, inputs, env_file, 
     ]  # fmt: skip
     submitted = subprocess.Popen(cluster.inside("ctl", *words, cwd=root), stdout=subprocess.PIPE, text=True)
     ready = [run_dir / f"ready.{rank}.0" for rank in (0, 1)]
-    assert wait_until(lambda: all(file.exists() and file.read_text() for file in ready), 60)
+    assert wait_until(lambda: all(file.exists() and file.read_text() for file in ready), 180)
     (run_dir / "exit.1.0").write_text("9")
-    shown, _ = submitted.communicate(timeout=60)
+    shown, _ = submitted.communicate(timeout=180)
     assert submitted.returncode == 9
     assert "sbatch --parsable --job-name=grpo" in shown and "--nodes=2 --ntasks-per-node=1 --cpus-per-task=1" in shown
     assert "the first to end was task 1 on n2" in shown

@@ -88,6 +88,6 @@ def test_a_node_that_is_dead_at_the_start(sbatch, cluster):
         log = refused(job, exit_code=75, limit_s=60)  # 13 s; Slurm's own time-outs grow on a busy machine
     finally:
         cluster.power_on("n3")
-        cluster.wait_idle(60)
+        cluster.wait_idle()
     assert "failed on node n3" in log
     assert "a node of n1 n2 n3 does not answer" in log
