@@ -22,7 +22,7 @@ from typing import TextIO
 from rlhf_mp.cluster.alert import send_alert
 from rlhf_mp.cluster.first_failure import FIRST_FAILURE, claim, claimed_meanwhile, failure_text
 from rlhf_mp.cluster.processes import find_launchers, start_time
-from rlhf_mp.cluster.shared_memory import NOTED
+from rlhf_mp.cluster.shared_memory import NOTED, allreduce_buffers
 from rlhf_mp.cluster.watch import Watched
 
 INHERITED = ("RLHF_MP_JOB", "RLHF_MP_TMP", "SPT_NOENV")
@@ -91,7 +91,7 @@ def start_guard(rank: int, run_dir: Path, *, several_hosts: bool = False, alert:
     watched = Watched(
         number=rank, host=socket.gethostname() if several_hosts else "", pid=pid, started=start_time(pid),
         job=job, tmp=str(tmp), run_dir=str(run_dir), log=str(log),
-        buffers=f"deepspeed_allreduce_buffer_{os.getuid()}_{os.environ['MASTER_ADDR']}_{os.environ['MASTER_PORT']}_",
+        buffers=allreduce_buffers(),
         alive_fd=os.pidfd_open(pid), farewell_fd=farewell_read, output_fd=output_read, launcher_fds=launchers,
         alert=alert,
     )  # fmt: skip

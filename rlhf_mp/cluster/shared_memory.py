@@ -1,5 +1,6 @@
 """Files in /dev/shm outlive killed processes. Which are a job's, told by who maps them or by their names."""
 
+import os
 import re
 from collections.abc import Iterable
 from contextlib import suppress
@@ -30,6 +31,11 @@ def _maps(pid: int) -> str:
         return Path(f"/proc/{pid}/maps").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return ""
+
+
+def allreduce_buffers() -> str:
+    """How the names of the files begin through which DeepSpeed's ranks on one CPU machine reduce: 66 MiB a rank."""
+    return f"deepspeed_allreduce_buffer_{os.getuid()}_{os.environ['MASTER_ADDR']}_{os.environ['MASTER_PORT']}_"
 
 
 def remove_files(names: set[str], torch_pids: set[int], prefix: str) -> None:

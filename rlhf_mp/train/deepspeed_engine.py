@@ -17,6 +17,7 @@ from deepspeed.utils import logger as deepspeed_logger
 from torch import Tensor, nn
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
+from rlhf_mp.cluster.shared_memory import allreduce_buffers, remove_named
 from rlhf_mp.config.schema import OffloadConfig, TrainedConfig
 from rlhf_mp.data.types import LossFn, Sums, TokenBatch, Totals
 from rlhf_mp.errors import CheckpointError
@@ -38,6 +39,9 @@ def init_distributed() -> None:
     """Join the launched ranks: NCCL with GPUs, gloo on CPU."""
     deepspeed_logger.setLevel("WARNING")
     deepspeed.init_distributed(verbose=False)
+    if dist.get_backend() == "gloo":
+        dist.barrier()  # all have mapped all buffers: nameless, they end with the last rank, however it ends
+        remove_named([f"{allreduce_buffers()}{dist.get_rank()}"])
 
 
 @contextmanager

@@ -12,6 +12,8 @@ import torch
 from rlhf_mp.cluster.engine_host import EngineHost
 from rlhf_mp.cluster.engine_pool import EnginePool, Rules
 from rlhf_mp.cluster.placement import place
+from rlhf_mp.cluster.processes import alive_in_group
+from rlhf_mp.cluster.shared_memory import remove_named, untidy_files
 from rlhf_mp.config.load import config_from_dict
 from rlhf_mp.config.schema import ActorConfig
 from rlhf_mp.models.heads import PolicyHead
@@ -76,6 +78,7 @@ class Cluster:
             "trainer": {"n_gpus_per_node": 2, "device": "cpu"},
         }
         config = config_from_dict(tree)
+        self.mapped: set[str] = set()
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
@@ -90,6 +93,7 @@ class Cluster:
         self.run(self.forget())  # or the pool would replace them
         for host in self.hosts:
             host.server.kill()
+        remove_named(self.mapped)
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join()
         self.loop.close()
@@ -109,7 +113,9 @@ class Cluster:
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(180)
 
     def kill(self, index: int, name: str = "SIGKILL") -> None:
-        os.killpg(self.hosts[index].server.process.pid, getattr(signal, name))
+        group = self.hosts[index].server.process.pid
+        self.mapped |= untidy_files(alive_in_group(group))  # in a job its guard knows them
+        os.killpg(group, getattr(signal, name))
 
     def versions(self, num: int = 8) -> set[int]:
         """Of some groups, all sampled at once."""

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from job import BIN, ROOT, Job, environment, launcher
+from job import BIN, ROOT, SHM, Job, environment, launcher
 from test_job_tasks import run  # noqa: F401 (a fixture)
 from unlucky_loss import FIRST_OF_ANSWER, UNLUCKY
 
@@ -26,6 +26,7 @@ def replayed(run_dir: Path, step: int, *words: str, num_ranks: int = 1) -> tuple
         env=environment(), cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=300,
     )  # fmt: skip
     assert done.returncode in (0, 1), done.stdout + done.stderr
+    assert list(SHM.glob(f"deepspeed_*_{launcher(2)[-1]}_*")) == []  # it has no guard that would tidy up
     return json.loads(out.read_text()), done.stdout, done.returncode
 
 
