@@ -36,7 +36,6 @@ from rlhf_mp.observe.rollout_page import Decode
 from rlhf_mp.observe.rollout_sink import RolloutPageSink
 from rlhf_mp.observe.sinks import JsonlSink, Sink, TensorBoardSink, WandbSink
 from rlhf_mp.observe.timeline import Timeline
-from rlhf_mp.observe.watchdog import watch
 from rlhf_mp.phase import Phase
 from rlhf_mp.planner.levers import levers_off
 from rlhf_mp.planner.preflight import plan_of, this_machine
@@ -59,6 +58,9 @@ from rlhf_mp.weights.distributed import DistributedTransport
 from rlhf_mp.weights.swap import Sent, VerifiedSwap, whole_model
 from rlhf_mp.weights.tensor import TensorTransport
 
+HangWatch = Callable[[str], AbstractContextManager[None]]
+"""Goes around a part of the run, which it names; one that lasts too long ends the process and says why."""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -70,7 +72,7 @@ class Job:
     device: torch.device
     guard: Guard
     stop_request: StopRequest
-    on_hang: Callable[[str], None]  # says why, and ends this process
+    watched: HangWatch
     timeline: Timeline = field(default_factory=Timeline)
 
 
@@ -107,6 +109,7 @@ def make_trainer(job: Job) -> Trainer:
         checkpoints=make_checkpoints(job, trained),
         log=MetricLog([], reduce_over_ranks),
         watch=lambda phase: watched(job, phase, around),
+        bounded=job.watched,
         span=job.timeline.span,
         memory=metrics,
         has_validation=facts.num_validation > 0,
@@ -153,9 +156,7 @@ Around = Callable[[Phase], AbstractContextManager]
 
 @contextmanager
 def watched(job: Job, phase: Phase, around: Sequence[Around]) -> Iterator[None]:
-    timeout_s = job.config.trainer.phase_timeout_s
-    message = f"phase {phase.value} lasted longer than {timeout_s:g} s (trainer.phase_timeout_s)"
-    with watch(phase, job.ranks.rank, timeout_s, lambda: job.on_hang(message)), ExitStack() as stack:
+    with job.watched(f"phase {phase.value}"), ExitStack() as stack:
         for during in around:
             stack.enter_context(during(phase))
         yield

@@ -48,6 +48,7 @@ def make_supervised_trainer(job: Job) -> SupervisedTrainer:
         checkpoints=make_checkpoints(job, {"actor": engine}),
         log=MetricLog([], reduce_over_ranks),
         watch=lambda phase: watched(job, phase, around),
+        bounded=job.watched,
         span=job.timeline.span,
         memory=metrics,
         packed=config.actor_rollout_ref.model.use_remove_padding,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from rlhf_mp.cluster.guard import Guard, start_guard
 from rlhf_mp.cluster.launcher import RankInfo
 from rlhf_mp.cluster.network import join_network
+from rlhf_mp.cluster.stacks import request_stacks
 from rlhf_mp.config.load import config_to_dict, dump_config
 from rlhf_mp.config.schema import RunConfig
 from rlhf_mp.errors import (
@@ -28,10 +29,13 @@ from rlhf_mp.errors import (
     SyncError,
 )
 from rlhf_mp.host_allocator import loaded_allocator
+from rlhf_mp.observe.watchdog import watch
 from rlhf_mp.prepare import EXIT_CONFIG
 
 if TYPE_CHECKING:
-    from rlhf_mp.assemble import Job
+    import torch
+
+    from rlhf_mp.assemble import HangWatch, Job
     from rlhf_mp.cluster.ranks import Ranks
     from rlhf_mp.cluster.services import Here, Services
     from rlhf_mp.trainer.best import Best
@@ -57,7 +61,8 @@ def train_to_the_end(job: "Job", trainer: "Trainer") -> None:
             print(f"stopped on request after step {trainer.step}; the same command continues")
         return
     if job.config.trainer.save_hf != "never":
-        export(job, trainer.trained, job.guard.run_dir / "huggingface")
+        with job.watched("the export"):
+            export(job, trainer.trained, job.guard.run_dir / "huggingface")
     trainer.log.close()
     if job.ranks.rank == 0:
         finish(job.config, job.guard.run_dir, trainer.best)
@@ -130,10 +135,41 @@ def started(config: RunConfig, info: RankInfo, guard: Guard) -> Iterator[tuple["
     if config.trainer.task == "rl":  # the others have no engines
         config.actor_rollout_ref.rollout.free_cache_engine = config.engines_sleep(on_gpu=not on_cpu)
 
-    from rlhf_mp.algorithms.base import make_algorithm
-    from rlhf_mp.assemble import Job, make_trainer
+    from rlhf_mp.assemble import make_trainer
     from rlhf_mp.assemble_supervised import make_supervised_trainer
-    from rlhf_mp.cluster.ranks import Ranks, check_shared, leave_ranks
+    from rlhf_mp.cluster.ranks import leave_ranks
+
+    device = torch.device("cpu" if on_cpu else f"cuda:{info.local_rank}")
+    watched = hang_watch(config.trainer.phase_timeout_s, info, guard)
+    with watched("the start"):
+        job = join_job(config, info, guard, device, watched)
+        make = make_trainer if config.trainer.task == "rl" else make_supervised_trainer
+        trainer = make(job)
+    yield job, trainer
+    with watched("the end"):
+        if job.services is not None:
+            job.services.stop()
+        leave_ranks()
+
+
+def hang_watch(timeout_s: float, info: RankInfo, guard: Guard) -> "HangWatch":
+    """What goes around every part of the run: one that hangs ends it, and says where every rank was."""
+
+    def end(reason: str) -> None:
+        request_stacks(guard.tmp)
+        where = f"where every rank was stands in {guard.run_dir / 'logs'}/rank_*.log"
+        leave(guard, EXIT_FAILED, f"rank {info.rank}", f"{reason}; {where}", guard.log)
+
+    return lambda what: watch(what, timeout_s, end)
+
+
+def join_job(config: RunConfig, info: RankInfo, guard: Guard, device: "torch.device", watched: "HangWatch") -> "Job":
+    """Collective. The ranks have met, and their services are starting."""
+    import torch
+
+    from rlhf_mp.algorithms.base import make_algorithm
+    from rlhf_mp.assemble import Job
+    from rlhf_mp.cluster.ranks import Ranks, check_shared
     from rlhf_mp.cluster.services import Here
     from rlhf_mp.cluster.stop_request import StopRequest
     from rlhf_mp.observe.timeline import make_timeline
@@ -142,7 +178,7 @@ def started(config: RunConfig, info: RankInfo, guard: Guard) -> Iterator[tuple["
     from rlhf_mp.train.cuda_allocator import limit_share
 
     make_algorithm(config)  # a function of one's own that cannot work is told before anything starts
-    device = torch.device("cpu" if on_cpu else f"cuda:{info.local_rank}")
+    on_cpu = device.type == "cpu"
     if not on_cpu:
         torch.cuda.set_device(device)
     limit_share(device, config.trainer.per_process_memory_fraction)
@@ -158,21 +194,16 @@ def started(config: RunConfig, info: RankInfo, guard: Guard) -> Iterator[tuple["
     if info.several_hosts:
         check_shared(guard.run_dir, ranks)
     samples = config.trainer.task == "rl"
-    services = start_services(config, on_cpu, ranks, Here(info, address, guard.tmp), guard) if samples else None
-    job = Job(
+    return Job(
         config,
         ranks,
-        services,
+        start_services(config, on_cpu, ranks, Here(info, address, guard.tmp), guard) if samples else None,
         device=device,
         guard=guard,
         stop_request=StopRequest(guard.run_dir, info.rank == 0, ranks.broadcast),
-        on_hang=lambda message: leave(guard, EXIT_FAILED, f"rank {info.rank}", message, guard.log),
+        watched=watched,
         timeline=make_timeline(config, guard.run_dir, f"rank {info.rank}", info.rank + 1),
     )
-    yield job, make_trainer(job) if samples else make_supervised_trainer(job)
-    if services is not None:
-        services.stop()
-    leave_ranks()
 
 
 def start_services(config: RunConfig, on_cpu: bool, ranks: "Ranks", here: "Here", guard: Guard) -> "Services":

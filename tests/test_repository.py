@@ -22,7 +22,8 @@ PYTHON = [*PRODUCT, *sorted((ROOT / "benchmarks").rglob("*.py")), *sorted((ROOT 
 LAYERS = [
     "errors registry phase",
     "config planner checkpoint host_allocator cluster.guard cluster.watch cluster.alert cluster.first_failure "
-    "cluster.processes cluster.shared_memory cluster.launcher cluster.network",  # before torch is touched
+    "cluster.local_ranks cluster.processes cluster.shared_memory cluster.stacks "
+    "cluster.launcher cluster.network",  # before torch is touched
     "data algorithms models",
     "observe rewards train rollout weights environments",
     "cluster",

@@ -59,8 +59,6 @@ def checked_estimator(config: RunConfig) -> tuple[Estimator, Needs]:
         value = getattr(found, field)
         if field == "advantages" or value is not None:
             _require_per_token(value, batch, name, ESTIMATOR, field)
-    if config.critic.enable and found.returns is None:
-        raise _broken(ESTIMATOR, name, "it gives no returns, and there is a critic to be trained towards them")
     needs = getattr(estimator, "needs", Needs())
     if not isinstance(needs, Needs):
         raise _broken(ESTIMATOR, name, f"its attribute needs is {needs!r}, not a Needs of rlhf_mp.config.algorithm")

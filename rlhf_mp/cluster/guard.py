@@ -6,7 +6,6 @@ rank is gone, it reports a death that nobody announced and ends what is left of 
 started with the job's ``RLHF_MP_JOB`` in its environment.
 """
 
-import contextlib
 import hashlib
 import json
 import os
@@ -21,8 +20,10 @@ from typing import TextIO
 
 from rlhf_mp.cluster.alert import send_alert
 from rlhf_mp.cluster.first_failure import FIRST_FAILURE, claim, claimed_meanwhile, failure_text
+from rlhf_mp.cluster.local_ranks import register
 from rlhf_mp.cluster.processes import find_launchers, start_time
-from rlhf_mp.cluster.shared_memory import NOTED, allreduce_buffers
+from rlhf_mp.cluster.shared_memory import allreduce_buffers
+from rlhf_mp.cluster.stacks import write_on_request
 from rlhf_mp.cluster.watch import Watched
 
 INHERITED = ("RLHF_MP_JOB", "RLHF_MP_TMP", "SPT_NOENV")
@@ -79,6 +80,7 @@ def start_guard(rank: int, run_dir: Path, *, several_hosts: bool = False, alert:
     run_dir, pid, job = run_dir.resolve(), os.getpid(), job_id()
     log = run_dir / "logs" / f"rank_{rank}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
+    write_on_request(log)
     if rank == 0:  # left by an earlier run
         (run_dir / FIRST_FAILURE).unlink(missing_ok=True)
     # Ended between the making of its folder and the start of its guard, a rank would leave the folder behind.
@@ -121,19 +123,3 @@ def job_id() -> str:
         launch = os.getppid() if int(os.environ["WORLD_SIZE"]) > 1 else os.getpid()
         key = f"{launch} {start_time(launch)} {os.environ['MASTER_PORT']}"
     return hashlib.blake2b(key.encode(), digest_size=4).hexdigest()
-
-
-def register(job: str, name: str) -> Path:
-    """Write the rank into the job's folder in /tmp, which the first one makes."""
-    tmp = Path(f"/tmp/rlhf_mp_{job}")
-    for _ in range(100):
-        # the guard of a rank that came and went before this one may be removing the folder
-        with contextlib.suppress(FileNotFoundError, FileExistsError):
-            tmp.mkdir(mode=0o700, exist_ok=True)
-            if tmp.stat().st_uid != os.getuid():
-                raise PermissionError(f"{tmp} belongs to another user; fix: remove it, or choose another MASTER_PORT")
-            for folder in ("ranks", NOTED):
-                (tmp / folder).mkdir(exist_ok=True)
-            (tmp / "ranks" / name).touch()
-            return tmp
-    raise OSError(f"{tmp} could not be made, or was removed again and again; fix: remove what is there")

@@ -3,6 +3,7 @@
 It must not be a child of the rank: the deepspeed launcher ends a failed job's process trees and waits for them.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -15,8 +16,10 @@ from pathlib import Path
 
 from rlhf_mp.cluster.alert import send_alert
 from rlhf_mp.cluster.first_failure import FIRST_FAILURE, GRACE_S, claim, claimed_meanwhile, failure_text, wait_until
+from rlhf_mp.cluster.local_ranks import local_ranks
 from rlhf_mp.cluster.processes import REQUESTS, TERM_S, belonging_to, end, exit_status, is_alive
 from rlhf_mp.cluster.shared_memory import NOTED, note_files, remove_files
+from rlhf_mp.cluster.stacks import REQUEST, WRITE_S
 
 UNKNOWN_GRACE_S = 2 * GRACE_S  # who knows how its rank ended speaks before who does not
 PATIENCE_S = 3.0  # other ranks may end by themselves or by their launcher
@@ -119,14 +122,21 @@ class Watch:
             for fd in ready.intersection(self.rank.launcher_fds):
                 poll.unregister(fd)
                 launcher_died, kill_at = True, time.monotonic() + TERM_S
-                signal.pidfd_send_signal(self.rank.alive_fd, signal.SIGTERM)
+                self.send(signal.SIGTERM)
             if kill_at == math.inf and time.monotonic() > self.failed_elsewhere_at + FAILED_ELSEWHERE_S:
+                self.send(REQUEST)  # something may hang, and this be the cause
+                time.sleep(WRITE_S)
                 kill_at = time.monotonic() + TERM_S
-                signal.pidfd_send_signal(self.rank.alive_fd, signal.SIGTERM)
+                self.send(signal.SIGTERM)
             if time.monotonic() > kill_at:
-                signal.pidfd_send_signal(self.rank.alive_fd, signal.SIGKILL)
+                self.send(signal.SIGKILL)
             if self.rank.output_fd in ready and not self.carry_output():
                 poll.unregister(self.rank.output_fd)  # closed by the rank and all that it started
+
+    def send(self, number: signal.Signals) -> None:
+        """To the rank, which may end at any time."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.rank.alive_fd, number)
 
     def carry_output(self) -> bool:
         """Copy what the rank has written so far, at most a pipe full; False once nobody can write any more."""
@@ -196,12 +206,8 @@ class Watch:
         shutil.rmtree(self.tmp, ignore_errors=True)  # another guard of this job may be removing it too
 
     def registered_ranks(self) -> set[tuple[int, int, str]]:
-        """(rank, pid, start time) of this host's ranks; only our own when another guard has cleaned up already."""
-        ranks = {(self.rank.number, self.rank.pid, self.rank.started)}
-        for path in (self.tmp / "ranks").glob("*"):
-            number, pid, started = path.name.split(".")
-            ranks.add((int(number), int(pid), started))
-        return ranks
+        """This host's; only our own when another guard has cleaned up already."""
+        return {(self.rank.number, self.rank.pid, self.rank.started)} | local_ranks(self.tmp)
 
 
 def failure_file(run_dir: Path) -> tuple[int, int] | None:

@@ -252,7 +252,11 @@ class TrainerConfig:
         None,
         "shell command, run once when the run fails; $RLHF_MP_REASON says why, see docs/reliability.md",
     )
-    phase_timeout_s: float = knob(7200, "a phase that takes longer is reported with stacks and ends the run", gt=0)
+    phase_timeout_s: float = knob(
+        7200,
+        "a phase, start, checkpoint or export that takes longer ends the run; the logs say where every rank was",
+        gt=0,
+    )
 
     @property
     def num_ranks(self) -> int:

@@ -50,6 +50,7 @@ class Loop(ABC):
     checkpoints: Checkpoints
     log: MetricLog
     watch: Callable[[Phase], AbstractContextManager[None]]  # a phase that hangs is reported
+    bounded: Callable[[str], AbstractContextManager[None]] = nullcontext  # so is anything else
     span: Callable[[str], AbstractContextManager[None]] = nullcontext  # a name in the timeline
     memory: Callable[[], Mapping[str, float]] = peak_memory
     packed: bool = False  # engines leave out the padding of micro-batches
@@ -135,7 +136,7 @@ class Loop(ABC):
 
     def save(self, *, wait: bool) -> None:
         """Collective. A checkpoint of this moment; where it is written in the background, whole only after ``wait``."""
-        with self.span("checkpoint"):
+        with self.span("checkpoint"), self.bounded("a checkpoint"):
             self.checkpoints.save(self)
             if wait:
                 self.checkpoints.settle(wait=True)

@@ -5,7 +5,7 @@ import shutil
 import threading
 from pathlib import Path
 
-from rlhf_mp.cluster.guard import register
+from rlhf_mp.cluster.local_ranks import register
 
 
 def test_a_rank_registers_while_the_guard_of_one_that_has_ended_removes_the_folder():

@@ -47,6 +47,7 @@ def test_a_failure_on_another_host_ends_this_one_silently_and_an_old_one_does_no
     claim(tmp_path, "rank 0 on another host", 1, "died")
     assert rank.wait(20) == -signal.SIGTERM
     assert rank.stdout.read() == b""  # whoever saw it has told the user
+    assert "most recent call first" in (tmp_path / "logs/rank_1.log").read_text()  # it may be what hung
 
 
 def test_ranks_of_a_slurm_step_agree_whatever_their_parents_and_steps_differ(monkeypatch):

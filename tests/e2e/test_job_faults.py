@@ -12,6 +12,7 @@ from job import Job
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 LIMIT_S = 30
+PHASE_S = 90  # the start must be over by then, too
 KILLED = "died without a word, killed by SIGKILL"
 
 
@@ -85,3 +86,20 @@ def test_a_death_ends_the_job_and_is_named_first(start, tmp_path, fault):
     assert re.match(fault.said.partition(":")[0], job.first_failure()["what"])
     if fault.log:
         assert re.search(rf"^(Last lines of|Its log) {job.run_dir}/logs/{fault.log}\.log", job.output(), re.MULTILINE)
+
+
+def test_a_rank_that_hangs_ends_the_job_and_the_logs_say_where_every_rank_was(start, tmp_path):
+    job = start(
+        tmp_path / "run",
+        "trainer.val_before_train=false",
+        f"trainer.phase_timeout_s={PHASE_S}",
+        "actor_rollout_ref.actor.policy_loss=tests.e2e.hanging_loss:ppo_clip_but_hanging",
+        num_ranks=2,
+    )
+    assert job.wait() != 0
+    job.assert_nothing_left()
+    told = f"phase train lasted longer than {PHASE_S} s (trainer.phase_timeout_s)"
+    assert re.search(rf"^rank [01]: {re.escape(told)}", job.output(), re.MULTILINE), job.output()
+    logs = [(job.run_dir / "logs" / f"rank_{rank}.log").read_text() for rank in (0, 1)]
+    assert "in train_step" in logs[0]
+    assert "in never_returns" in logs[1] and "hanging_loss.py" in logs[1]

@@ -4,17 +4,19 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import apt_packages
 import pytest
 from additions import make_inputs
-from cluster import NAMESPACES, Cluster
+from cluster import ENDED, NAMESPACES, Cluster
 
-from rlhf_mp.cluster.first_failure import wait_until
+from rlhf_mp.cluster.first_failure import tail, wait_until
 
 ROOT = Path(__file__).parents[2]
+LOOK_EVERY_S = 1.0
 PATIENCE_S = 180  # most takes seconds; a busy machine must not look like a hang
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge", "iproute2")
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "ip", "unshare", "nsenter")
@@ -52,11 +54,21 @@ class Job:
         file = self.run_dir.with_name(f"{self.run_dir.name}.{self.number}.log")
         return file.read_text(errors="replace") if file.exists() else ""
 
+    def everything_said(self) -> str:
+        """By the batch script, and the end of what each rank, engine and node has written."""
+        files = sorted((self.run_dir / "logs").rglob("*.log"))
+        return "\n".join([self.log(), *(f"--- {file.name}\n{tail(file, 60)}" for file in files if file.exists())])
+
     def output(self, node: str, restart: int = 0) -> str:
         return (self.run_dir / f"logs/slurm-{self.number}/node-{node}.{restart}.log").read_text(errors="replace")
 
-    def wait_for(self, condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
-        assert wait_until(condition, timeout_s), f"{self.cluster.job(self.number)}\n{self.log()}"
+    def wait_for(self, condition: Callable[[], object], timeout_s: float = PATIENCE_S) -> None:
+        """Until it holds; a job that has ended before fails at once."""
+        deadline = time.monotonic() + timeout_s
+        while not wait_until(condition, LOOK_EVERY_S):
+            job = self.cluster.job(self.number)
+            over = job["JobState"] in ENDED or time.monotonic() > deadline
+            assert not over or condition(), f"{job}\n{self.everything_said()}"
 
     def wait_ready(self, restart: int = 0, num_ranks: int = 2) -> list[str]:
         """What each rank of endless.py said of itself, once all run."""
@@ -75,7 +87,7 @@ class Job:
         try:
             return self.cluster.wait_job(self.number, timeout_s)
         except AssertionError as error:
-            raise AssertionError(f"{error}\n{self.log()}") from None
+            raise AssertionError(f"{error}\n{self.everything_said()}") from None
 
 
 @pytest.fixture(scope="session")

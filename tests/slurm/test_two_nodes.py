@@ -37,7 +37,7 @@ def test_two_machines_train_stop_on_request_requeue_and_finish_where_they_were(s
     assert "ray::SchedulerActor" not in running  # that is with rank 0
     job.signal("USR1")
     ended = job.wait(START_S)
-    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), job.log()
+    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), job.everything_said()
     assert steps(job) == [1, 2, 3, 4]
     first = job.output("n1", restart=0)
     stopped = int(re.search(r"stopped on request after step (\d+)", first)[1])
@@ -63,7 +63,7 @@ def test_engines_on_a_machine_of_their_own(sbatch, cluster):
     ]
     assert with_engines == ["n2"]
     ended = job.wait(START_S)
-    assert ended["JobState"] == "COMPLETED", job.log()
+    assert ended["JobState"] == "COMPLETED", job.everything_said()
     assert steps(job) == [1, 2, 3]
     records = [record for record in read_jsonl(job.run_dir / "metrics.jsonl") if "time/step_s" in record]
     assert all(record["sync/changed_tensors_fraction"] > 0 for record in records)
@@ -84,7 +84,7 @@ def test_the_end_of_the_keeper_of_such_a_machine_ends_the_job(sbatch, cluster):
     keeper = cluster.run("pgrep", "-o", "-f", "python -u launch/train.py", on="n2").strip()
     cluster.run("kill", "-9", keeper, on="n2")
     ended = job.wait(START_S)
-    assert ended["JobState"] == "FAILED", job.log()
+    assert ended["JobState"] == "FAILED", job.everything_said()
     assert "rank 1 (pid" in (job.run_dir / "first_failure.json").read_text()
 
 
@@ -109,7 +109,7 @@ def test_two_machines_train_in_other_layouts(sbatch, config, words):
         environ={"RLHF_MP_SCRIPT": "launch/train.py"},
     )
     ended = job.wait(2 * START_S)
-    assert ended["JobState"] == "COMPLETED", job.log()
+    assert ended["JobState"] == "COMPLETED", job.everything_said()
     assert steps(job) == [1, 2, 3]
     records = [record for record in read_jsonl(job.run_dir / "metrics.jsonl") if "time/step_s" in record]
     assert all(record["sync/changed_tensors_fraction"] > 0 for record in records)
@@ -147,7 +147,7 @@ def test_the_quickstart_learns_on_two_machines(sbatch, material, config, words):
     changed = (f"{key}={value}" for key, value in words.items())
     job = sbatch(*material, *engines, *changed, config=config, environ={"RLHF_MP_SCRIPT": "launch/train.py"})
     ended = job.wait(7000)
-    assert ended["JobState"] == "COMPLETED", job.log()
+    assert ended["JobState"] == "COMPLETED", job.everything_said()
     accuracy = [r["eval/accuracy"] for r in read_jsonl(job.run_dir / "metrics.jsonl") if "eval/accuracy" in r]
     print(accuracy)
     assert accuracy[0] <= 0.5 and accuracy[-1] >= 0.85
