@@ -36,6 +36,7 @@ def planned(shape: ModelShape, num_ranks: int, case: dict[str, Any]) -> dict[str
             own.get("tensor_model_parallel_size", 1),
             own.get("pipeline_model_parallel_size", 1),
             distributed_optimizer=own.get("use_distributed_optimizer", True),
+            optimizer_offload=own.get("optimizer_offload", False),
         )
         terms = megatron_states(Role.actor, shape, layout, FP32 if single else BF16_FP32_GRADS)
     else:

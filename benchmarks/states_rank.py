@@ -28,10 +28,14 @@ CASES = [
     if (stage == 3 or not parameters) and (stage > 0 or not optimizer)
 ]
 TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
+OFFLOAD = "optimizer_offload"  # of fsdp_config, whatever the backend
 MEGATRON_CASES = {  # by number of ranks
-    1: [{}, {"use_distributed_optimizer": False}],
-    2: [{TP: 2}, {PP: 2}, {}, {"use_distributed_optimizer": False}, {TP: 2, "use_distributed_optimizer": False}],
-}
+    1: [{}, {"use_distributed_optimizer": False}, {OFFLOAD: True}],
+    2: [
+        {TP: 2}, {PP: 2}, {}, {"use_distributed_optimizer": False}, {TP: 2, "use_distributed_optimizer": False},
+        {TP: 2, OFFLOAD: True}, {OFFLOAD: True},
+    ],
+}  # fmt: skip
 
 
 def batch(vocab: int) -> TokenBatch:
@@ -88,7 +92,11 @@ def megatron_case(case: dict[str, Any], model_path: str, dtype: str) -> dict[str
 
     from rlhf_mp.train.megatron_engine import MegatronEngine
 
-    actor = ActorConfig(megatron=MegatronConfig(sequence_parallel=False, **case))
+    knobs = {name: value for name, value in case.items() if name != OFFLOAD}
+    actor = ActorConfig(
+        fsdp_config=OffloadConfig(optimizer_offload=case.get(OFFLOAD, False)),
+        megatron=MegatronConfig(sequence_parallel=False, **knobs),
+    )
     model = ModelConfig(path=model_path, dtype=dtype, enable_gradient_checkpointing=False)
     engine = MegatronEngine(model, SETTINGS, actor, 1)
     found = measure(engine, engine.bridge.vocab_size)

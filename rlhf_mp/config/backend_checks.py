@@ -101,13 +101,12 @@ def _zero_problems(trained: TrainedModel) -> Iterator[Problem]:
 
 
 def _offload_problems(where: str, offload: OffloadConfig, trained: TrainedModel) -> Iterator[Problem]:
-    """Offload is ZeRO's, and ``where`` follows the backend of ``trained``."""
+    """What ``where``, which follows the backend of ``trained``, asks of it. A step on the host is Megatron's too."""
     strategy = trained.updates.strategy
-    if strategy == "deepspeed":
-        return
+    moved = {"deepspeed": ("param_offload", "optimizer_offload"), "megatron": ("optimizer_offload",)}.get(strategy, ())
     shared = ", which shares the model among GPUs instead" if strategy == "megatron" else ""
     for name in ("param_offload", "optimizer_offload"):
-        if getattr(offload, name):
+        if getattr(offload, name) and name not in moved:
             yield Problem(
                 f"{where}.{name}",
                 True,

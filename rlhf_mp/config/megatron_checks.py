@@ -48,6 +48,13 @@ def megatron_problems(trained: TrainedModel, trainer: TrainerConfig) -> Iterator
             f"ranks cannot share packed sequences ({key}.context_parallel_size={megatron.context_parallel_size})",
             f"{trained.model_key}.use_remove_padding=false, or {key}.context_parallel_size=1",
         )
+    if trained.updates.fsdp_config.optimizer_offload and not megatron.use_distributed_optimizer:
+        yield Problem(
+            f"{trained.key}.fsdp_config.optimizer_offload",
+            True,
+            f"only Megatron's distributed optimizer steps on the host ({key}.use_distributed_optimizer=false)",
+            f"{key}.use_distributed_optimizer=true, or {trained.key}.fsdp_config.optimizer_offload=false",
+        )
     if missing := [name for name in ("megatron", "mbridge") if find_spec(name) is None]:
         fix = f"pip install megatron-core mbridge, or {trained.key}.strategy=deepspeed"
         yield Problem(f"{trained.key}.strategy", "megatron", f"not installed: {', '.join(missing)}", fix)

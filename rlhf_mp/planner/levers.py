@@ -66,6 +66,12 @@ def _by_sequences(config: RunConfig, now: int) -> int | None:
     return None if config.actor_rollout_ref.actor.use_dynamic_bsz else _halved(lambda _: 1)(config, now)
 
 
+def _steps_on_host(config: RunConfig) -> bool:
+    """Whether the backend can, for this config."""
+    distributed = config.actor_rollout_ref.actor.megatron.use_distributed_optimizer
+    return _zero(1)(config) or (_is("megatron")(config) and distributed)
+
+
 def _has_reference_copy(config: RunConfig) -> bool:
     policy = config.actor_rollout_ref
     return _is("deepspeed")(config) and policy.actor.use_kl_loss and not policy.model.lora_rank
@@ -84,7 +90,7 @@ RULES = (
         "fetches the reference model from the host while it scores",
         _on(_has_reference_copy),
     ),
-    _Rule(f"{ACTOR}.fsdp_config.optimizer_offload", EVERYWHERE, "steps the optimizer on the host", _on(_zero(1))),
+    _Rule(f"{ACTOR}.fsdp_config.optimizer_offload", EVERYWHERE, "steps the optimizer on the host", _on(_steps_on_host)),
     _Rule(f"{MODEL}.enable_gradient_checkpointing", frozenset({Phase.train}), "a third more arithmetic", _on()),
     _Rule(
         f"{MODEL}.recompute",

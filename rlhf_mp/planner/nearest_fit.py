@@ -74,6 +74,13 @@ class Section:
     layout: str
 
 
+def steps_on_host(layout: planned.Layout) -> bool:
+    """Whether its optimizer can."""
+    return isinstance(layout, planned.ZeroLayout) or (
+        isinstance(layout, planned.MegatronLayout) and layout.distributed_optimizer
+    )
+
+
 def _offloaded(job: planned.Job, models: Sequence[Section]) -> Iterator[tuple[str, planned.Job]]:
     zero = [own for own in models if isinstance(getattr(job, own.layout), planned.ZeroLayout) and job.gpu]
 
@@ -84,8 +91,8 @@ def _offloaded(job: planned.Job, models: Sequence[Section]) -> Iterator[tuple[st
         if getattr(job, own.layout).stage < 3:
             job = changed(own, stage=3)
             yield f"{own.key}.deepspeed.zero_stage=3", job
-    for own in zero:
-        if not getattr(job, own.layout).optimizer_offload:
+    for own in models:
+        if steps_on_host(getattr(job, own.layout)) and job.gpu and not getattr(job, own.layout).optimizer_offload:
             job = changed(own, optimizer_offload=True)
             yield f"{own.key}.fsdp_config.optimizer_offload=true", job
     if zero and job.reference and job.adapter is None and not job.reference_offload:

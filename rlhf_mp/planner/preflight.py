@@ -217,7 +217,7 @@ def _layout(trained: TrainedModel, num_ranks: int) -> planned.Layout:
     if updates.strategy == "torch":
         return planned.TorchLayout()
     if updates.strategy == "megatron":
-        return _megatron_layout(updates.megatron, num_ranks)
+        return _megatron_layout(updates.megatron, num_ranks, offload=updates.fsdp_config.optimizer_offload)
     own, offload = updates.deepspeed, updates.fsdp_config
     return planned.ZeroLayout(
         num_ranks=num_ranks,
@@ -229,7 +229,7 @@ def _layout(trained: TrainedModel, num_ranks: int) -> planned.Layout:
     )
 
 
-def _megatron_layout(own: MegatronConfig, num_ranks: int) -> planned.MegatronLayout:
+def _megatron_layout(own: MegatronConfig, num_ranks: int, *, offload: bool) -> planned.MegatronLayout:
     return planned.MegatronLayout(
         num_ranks=num_ranks,
         tp=own.tensor_model_parallel_size,
@@ -238,6 +238,7 @@ def _megatron_layout(own: MegatronConfig, num_ranks: int) -> planned.MegatronLay
         cp=own.context_parallel_size,
         sequence_parallel=own.sequence_parallel,
         distributed_optimizer=own.use_distributed_optimizer,
+        optimizer_offload=offload,
     )
 
 

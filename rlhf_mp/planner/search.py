@@ -123,26 +123,35 @@ def search(question: Question) -> tuple[list[Found], list[Refused]]:
     """
     if problems := list(question_problems(question)):
         raise ConfigError(problems)
-    found, refused = [], []
+    outcomes = []
     for layout in layouts(question):
-        fitting, closest = None, None
-        for job in _variants(question, layout):
-            plan = make_plan(job)
-            if plan.fits:
-                candidate = Found(plan, step_time(plan, question.workload))
-                if fitting is None or candidate.time.total < fitting.time.total:
-                    fitting = candidate
-            elif closest is None or plan.peak < closest.peak:
-                closest = plan
-        if fitting is not None:
-            found.append(fitting)
-        else:
-            refused.append(Refused(layout, closest.problems[0] if closest else "no engine layout divides the GPUs"))
+        outcome = _best(question, layout)
+        if isinstance(outcome, Refused) and isinstance(layout, MegatronLayout):
+            outcome = _best(question, replace(layout, optimizer_offload=True))
+        outcomes.append(outcome)
+    found = [outcome for outcome in outcomes if isinstance(outcome, Found)]
+    refused = [outcome for outcome in outcomes if isinstance(outcome, Refused)]
     return sorted(found, key=lambda f: f.time.total), refused
 
 
+def _best(question: Question, layout: Layout) -> Found | Refused:
+    """The fastest way to use a layout that fits, or why none does."""
+    fitting, closest = None, None
+    for job in _variants(question, layout):
+        plan = make_plan(job)
+        if plan.fits:
+            candidate = Found(plan, step_time(plan, question.workload))
+            if fitting is None or candidate.time.total < fitting.time.total:
+                fitting = candidate
+        elif closest is None or plan.peak < closest.peak:
+            closest = plan
+    if fitting is not None:
+        return fitting
+    return Refused(layout, closest.problems[0] if closest else "no engine layout divides the GPUs")
+
+
 def layouts(question: Question) -> Iterator[Layout]:
-    """ZeRO stages with every offload, and Megatron's ways to divide the GPUs."""
+    """ZeRO stages with every offload, and Megatron's ways to divide the GPUs, without any."""
     gpus = question.num_gpus
     if "deepspeed" in question.backends and question.tp is None and question.pp is None:
         for stage, (parameters, optimizer) in product((2, 3), ((False, False), (False, True), (True, True))):

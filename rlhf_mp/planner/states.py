@@ -140,7 +140,10 @@ def megatron_states(
     *,
     vocab: int | None = None,
 ) -> list[Term]:
-    """In bfloat16 18 bytes per parameter of the rank, or 6 + 12 / (dp x cp) with the distributed optimizer."""
+    """In bfloat16 18 bytes per parameter of the rank, or 6 + 12 / (dp x cp) with the distributed optimizer.
+
+    An optimizer that steps on the host has master weights there in any case, and what it needs of the gradients.
+    """
     params = megatron_params(shape, layout, vocab=vocab)
     shards = layout.dp * layout.cp if layout.distributed_optimizer else 1
 
@@ -149,12 +152,16 @@ def megatron_states(
             shards, "data-parallel ranks"
         )
 
+    offload = layout.optimizer_offload
+    master = precision.master or (4 if offload else 0)
     terms = [
         Term(role, Component.weights, each(precision.weights)),
         Term(role, Component.gradients, each(precision.gradients)),
-        Term(role, Component.master, each(precision.master, shards), layout.optimizer_offload),
-        Term(role, Component.optimizer, each(precision.moments, shards), layout.optimizer_offload),
+        Term(role, Component.master, each(master, shards), offload),
+        Term(role, Component.optimizer, each(precision.moments, shards), offload),
     ]
+    if offload:
+        terms.append(Term(role, Component.gradients, each(4, shards), True))
     return [term for term in terms if term.bytes]  # float32 weights are their own master copy
 
 

@@ -9,11 +9,14 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest, TemporalAsyncCaller
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER, MegatronOptimizer
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 
 from rlhf_mp.errors import CheckpointError
 from rlhf_mp.train.base import Writing
+
+ADAM = {"lr", "betas", "eps", "weight_decay"}
 
 
 def save(directory: Path, models: list[DistributedDataParallel], optimizer: MegatronOptimizer, step: int) -> None:
@@ -88,19 +91,17 @@ class _TorchAdamCheckpoints(DistributedOptimizer):
     """
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        for group in self.optimizer.param_groups:
-            for p in group["params"]:
-                if not self.optimizer.state[p]:
-                    zeros = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-                    self.optimizer.state[p] = {"step": torch.zeros(()), **zeros}
+        _make_moments(self.optimizer)
         return super().sharded_state_dict(*args, **kwargs)
 
     def _set_main_param_and_optimizer_states(self, model_param, tensors: dict[str, torch.Tensor]) -> None:
         group, index = self.model_param_group_index_map[model_param]
         p = self.optimizer.param_groups[group]["params"][index]
-        state = self.optimizer.state[p]
-        for name, own in {"param": p, "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}.items():
-            own.copy_(tensors[name])
+        _fill({"param": self.stepped(p)} | self.optimizer.state[p], tensors)
+
+    def stepped(self, p: torch.Tensor) -> torch.Tensor:
+        """What the optimizer changes, for a shard of the model that it was given."""
+        return p
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -109,12 +110,63 @@ class _TorchAdamCheckpoints(DistributedOptimizer):
             state["step"] = state["step"].clone()
 
 
-def with_torch_adam(optimizer: MegatronOptimizer) -> None:
-    """Make the checkpoints of ``optimizer`` those of torch's AdamW, where that is what it steps with."""
-    if not USING_PYTORCH_OPTIMIZER:
-        return
+class _OffloadedCheckpoints(_TorchAdamCheckpoints):
+    """The same around the optimizer that steps in host memory, with or without Transformer Engine.
+
+    As it is (0.16.1) that one reads a checkpoint only where its master weights are copies in another type, and writes
+    classes into it, which no safe reader takes. Here both kinds are filled in place, so nothing has to be made anew,
+    and what is written is what the other one would write: each continues from the other's.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        for group in state["optimizer"]["param_groups"]:
+            for name in self.optimizer.defaults.keys() - ADAM:
+                group.pop(name, None)
+        return state
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        for part in self.optimizer.sub_optimizers:
+            _make_moments(part)
+        self.optimizer._sync_sub_optimizers_state_to_hdo()
+        return DistributedOptimizer.sharded_state_dict(self, *args, **kwargs)
+
+    def stepped(self, p: torch.Tensor) -> torch.Tensor:
+        return self.optimizer.param_to_inner_param[p]
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if "param_state" not in state_dict:  # Megatron prepares: it hands us our own
+            return
+        self.optimizer._update_fp32_params_by_new_state = lambda: None  # they are up to date
+        self.load_parameter_state_from_fully_reshardable(state_dict["param_state"])
+        step = state_dict["optimizer"]["param_groups"][0]["step"]
+        for state in self.optimizer.state.values():
+            state["step"].fill_(step)
+
+
+def _make_moments(optimizer: torch.optim.Optimizer) -> None:
+    """What AdamW makes at its first step, where it has not made one."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if not optimizer.state[p]:
+                zeros = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+                optimizer.state[p] = {"step": torch.zeros(()), **zeros}
+
+
+def _fill(own: dict[str, torch.Tensor], tensors: dict[str, torch.Tensor]) -> None:
+    for name in ("param", "exp_avg", "exp_avg_sq"):
+        own[name].copy_(tensors[name])
+
+
+def with_adam(optimizer: MegatronOptimizer) -> None:
+    """Make the checkpoints of ``optimizer``, which steps with AdamW, ones that it can continue from."""
     for part in optimizer.chained_optimizers:
-        if isinstance(part, DistributedOptimizer):
+        if not isinstance(part, DistributedOptimizer):
+            continue
+        if isinstance(part.optimizer, HybridDeviceOptimizer):
+            part.__class__ = _OffloadedCheckpoints
+        elif USING_PYTORCH_OPTIMIZER:
             part.__class__ = _TorchAdamCheckpoints
 
 

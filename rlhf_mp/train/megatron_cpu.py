@@ -7,8 +7,9 @@ substitutions in the syntax tree:
     "cuda", f"cuda:{n}"                -> "cpu"
     "torch.cuda.XTensor"               -> "torch.XTensor"
     x.cuda(...), x.record_stream(...)  -> x
-    x.is_cuda                          -> x.is_cpu
     f(..., pin_memory=True)            -> f(..., pin_memory=False)
+    x.pin_memory()                     -> x as a ``HostTensor``: what Megatron keeps beside the accelerator
+    x.is_cuda                          -> whether x is none
 
 No computation is replaced, and nothing is patched globally: ``torch.cuda`` stays what it is for every other package.
 With a GPU nobody calls ``install()``.
@@ -43,9 +44,13 @@ def install() -> None:
     early = [name for name in sys.modules if name.startswith(PACKAGES)]
     if early:
         raise RuntimeError(f"megatron_cpu.install() must come before the first import of {early[0]}")
-    sys.meta_path.insert(0, _Finder(_cpu_accelerator()))
+    sys.meta_path.insert(0, _Finder(cpu_accelerator()))
     # The RNG tracker forks the CPU generator here, and would warn each time that it has moved.
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
+
+
+class HostTensor(torch.Tensor):
+    """In memory that the accelerator has not. What is computed from it stays there."""
 
 
 class _Accelerator(types.ModuleType):
@@ -97,7 +102,7 @@ class _Stream:
         return True
 
 
-def _cpu_accelerator() -> _Accelerator:
+def cpu_accelerator() -> _Accelerator:
     cpu, only_stream = torch.device("cpu"), _Stream()
     accelerator = _Accelerator("accelerator")
     accelerator.current_device = lambda: cpu
@@ -117,7 +122,15 @@ def _cpu_accelerator() -> _Accelerator:
     for kind in ("Float", "Half", "BFloat16", "Int", "Long"):
         setattr(accelerator, f"{kind}Tensor", getattr(torch, f"{kind}Tensor"))
     accelerator.move = lambda x, *args, **kwargs: x
+    accelerator.pinned = lambda x: x.as_subclass(HostTensor)
+    accelerator.holds = lambda x: not isinstance(x, HostTensor)
     return accelerator
+
+
+def _call(name: str, at: ast.AST, arguments: list[ast.expr], keywords: Sequence[ast.keyword] = ()) -> ast.Call:
+    """A call of the accelerator's ``name`` in the place of ``at``."""
+    function = ast.Attribute(ast.Name(NAME, ast.Load()), name, ast.Load())
+    return ast.fix_missing_locations(ast.copy_location(ast.Call(function, arguments, list(keywords)), at))
 
 
 class _Retarget(ast.NodeTransformer):
@@ -128,7 +141,7 @@ class _Retarget(ast.NodeTransformer):
         if node.attr == "cuda" and isinstance(node.value, ast.Name) and node.value.id == "torch":
             return ast.copy_location(ast.Name(NAME, node.ctx), node)
         if node.attr == "is_cuda" and isinstance(node.ctx, ast.Load):
-            return ast.copy_location(ast.Attribute(node.value, "is_cpu", node.ctx), node)
+            return _call("holds", node, [node.value])
         return node
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
@@ -138,9 +151,9 @@ class _Retarget(ast.NodeTransformer):
                 keyword.value = ast.copy_location(ast.Constant(False), keyword.value)
         called = node.func
         if isinstance(called, ast.Attribute) and called.attr in ("cuda", "record_stream"):
-            move = ast.Attribute(ast.Name(NAME, ast.Load()), "move", ast.Load())
-            new = ast.Call(move, [called.value, *node.args], node.keywords)
-            return ast.fix_missing_locations(ast.copy_location(new, node))
+            return _call("move", node, [called.value, *node.args], node.keywords)
+        if isinstance(called, ast.Attribute) and called.attr == "pin_memory" and not node.args:
+            return _call("pinned", node, [called.value])
         return node
 
     def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.AST:

@@ -110,7 +110,7 @@ class MegatronEngine:
             ddp={"use_distributed_optimizer": megatron.use_distributed_optimizer, "grad_reduce_in_fp32": True},
         )
         self.bridge.config.finalize_model_grads_func = _add_up_gradients
-        self.optimizer = _make_optimizer(self.models, trained, dtype)
+        self.optimizer = _make_optimizer(self.models, trained, dtype, settings.device)
         self.pipeline = Pipeline(self.models, megatron, settings, self.bridge.vocab_size)
         self.peak_lr, self.factor = trained.optim.lr, learning_rate_factor(trained.optim, num_steps)
         self.step = 0
@@ -157,7 +157,18 @@ def _add_up_gradients(models, num_tokens: Tensor | None = None, **groups) -> Non
     finalize_model_grads(models, None, **groups)  # with a number of tokens it would divide by it
 
 
-def _make_optimizer(models, trained: TrainedConfig, dtype: torch.dtype) -> MegatronOptimizer:
+def _move_to_host(config: OptimizerConfig, *, pinned: bool) -> None:
+    """Master weights and moments in host memory, and the step there, parameter by parameter while others travel."""
+    config.optimizer_cpu_offload, config.optimizer_offload_fraction = True, 1.0
+    config.overlap_cpu_optimizer_d2h_h2d = True
+    config.pin_cpu_grads = config.pin_cpu_params = pinned
+    # Else master weights would stay on the GPU, too. Set here as Megatron would (0.16.1), whose own check asks for
+    # Transformer Engine's version where it has none.
+    config.use_precision_aware_optimizer = config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+    config.store_param_remainders = False
+
+
+def _make_optimizer(models, trained: TrainedConfig, dtype: torch.dtype, device: torch.device) -> MegatronOptimizer:
     optim = trained.optim
     config = OptimizerConfig(
         optimizer="sgd" if optim.optimizer == "sgd" else "adam",
@@ -173,11 +184,14 @@ def _make_optimizer(models, trained: TrainedConfig, dtype: torch.dtype) -> Megat
         params_dtype=dtype,
         use_distributed_optimizer=trained.megatron.use_distributed_optimizer,
     )
-    optimizer = get_megatron_optimizer(config, models, config_overrides={})  # {}: decay norms and biases too
+    if trained.fsdp_config.optimizer_offload:
+        _move_to_host(config, pinned=device.type == "cuda")
+    with torch.no_grad():  # else shards of float32 weights are no leaves, which the offloaded optimizer refuses
+        optimizer = get_megatron_optimizer(config, models, config_overrides={})  # {}: decay norms and biases too
     if optim.optimizer == "sgd":
         megatron_checkpoint.with_momentum(optimizer)
     else:
-        megatron_checkpoint.with_torch_adam(optimizer)
+        megatron_checkpoint.with_adam(optimizer)
     optimizer.__class__ = _FiniteSteps
     return optimizer
 

@@ -1,6 +1,7 @@
 """Where Megatron-Core keeps what: its tensors by the planner's components.
 
-Source: Megatron-Core 0.16, distributed/param_and_grad_buffer.py, optimizer/optimizer.py and distrib_optimizer.py.
+Source: Megatron-Core 0.16, distributed/param_and_grad_buffer.py, optimizer/optimizer.py, distrib_optimizer.py and
+cpu_offloading/hybrid_optimizer.py.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,5 +26,9 @@ def megatron_tensors(models: Sequence[nn.Module], optimizer: Any | None) -> Iter
         groups = (group for name in MASTER if hasattr(part, name) for group in getattr(part, name))
         yield from ((Component.master, weight) for group in groups for weight in group if weight is not None)
         for state in part.optimizer.state.values():
-            parts = (value for value in state.values() if isinstance(value, Tensor) and value.numel() > 1)
-            yield from ((Component.optimizer, moment) for moment in parts)
+            parts = {name: value for name, value in state.items() if isinstance(value, Tensor) and value.numel() > 1}
+            if "master_param" in parts:  # of an optimizer that steps on the host
+                yield Component.master, parts.pop("master_param")
+            yield from ((Component.optimizer, moment) for moment in parts.values())
+        on_host = getattr(part.optimizer, "cpu_copy_map_grad", {})
+        yield from ((Component.gradients, gradient) for gradient in on_host.values())

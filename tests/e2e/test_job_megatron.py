@@ -20,11 +20,12 @@ MEGATRON = [
 ]
 TP2 = [*MEGATRON, f"{ACTOR}.megatron.tensor_model_parallel_size=2"]
 PP2 = [*MEGATRON, f"{ACTOR}.megatron.pipeline_model_parallel_size=2"]
+ON_HOST = f"{ACTOR}.fsdp_config.optimizer_offload=true"
 TRANSPORT = "actor_rollout_ref.weight_sync.transport"
 ENGINE_OF_TWO = "actor_rollout_ref.rollout.tensor_model_parallel_size=2"
 PARTS = {
     2: [*TP2, f"{TRANSPORT}=tensor"],
-    4: [*PP2, f"{TRANSPORT}=disk", ENGINE_OF_TWO],
+    4: [*PP2, ON_HOST, f"{TRANSPORT}=disk", ENGINE_OF_TWO],
     6: [*TP2, f"{TRANSPORT}=distributed", ENGINE_OF_TWO],
 }
 """By the step that each ends with."""

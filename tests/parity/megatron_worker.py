@@ -11,7 +11,7 @@ import torch.distributed as dist
 from oracle import CPU, NUM_STEPS, Oracle, largest_difference, settings, trained, weight_difference, worst
 
 from rlhf_mp.cluster.ranks import leave_ranks
-from rlhf_mp.config.schema import ActorConfig, ModelConfig
+from rlhf_mp.config.schema import ActorConfig, ModelConfig, OffloadConfig
 from rlhf_mp.train import megatron_cpu
 
 megatron_cpu.install()
@@ -21,6 +21,7 @@ from megatron.core.pipeline_parallel import p2p_communication  # noqa: E402
 
 from rlhf_mp.train.megatron_engine import MegatronEngine, MegatronScorer, init_distributed  # noqa: E402
 
+ON_HOST = {"offload": OffloadConfig(optimizer_offload=True)}
 LAYOUTS = {
     1: {
         "one rank": {},
@@ -28,6 +29,7 @@ LAYOUTS = {
         "recompute full": {"recompute": "full"},
         "recompute selective": {"recompute": "selective"},
         "packed": {"packed": True},
+        "optimizer on the host": ON_HOST,
     },
     2: {
         "TP2": {"tensor_model_parallel_size": 2},
@@ -39,6 +41,8 @@ LAYOUTS = {
         "DP2": {},
         "DP2 plain optimizer": {"use_distributed_optimizer": False},
         "CP2": {"context_parallel_size": 2},
+        "TP2, optimizer on the host": {"tensor_model_parallel_size": 2} | ON_HOST,
+        "DP2, optimizer on the host": ON_HOST,
     },
     4: {
         "TP2 PP2 SP": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "sequence_parallel": True},
@@ -47,7 +51,14 @@ LAYOUTS = {
 }
 RESUMED = {
     1: [("one rank", "one rank")],
-    2: [("TP2 SP", "PP2"), ("PP2 VPP2", "DP2"), ("DP2", "TP2"), ("DP2", "DP2")],
+    2: [
+        ("TP2 SP", "PP2"),
+        ("PP2 VPP2", "DP2"),
+        ("DP2", "TP2"),
+        ("DP2", "DP2"),
+        ("TP2, optimizer on the host", "DP2, optimizer on the host"),
+        ("DP2, optimizer on the host", "PP2"),
+    ],
     4: [("TP2 PP2 SP", "TP2 DP2")],
 }
 """Saved in the first layout, resumed in the second."""

@@ -19,7 +19,7 @@ from rlhf_mp.train.deepspeed_engine import DeepSpeedEngine, init_distributed
 from rlhf_mp.train.parking import Parking
 
 STAGES = [(0, False, False), (1, False, False), (2, False, True), (3, False, False), (3, True, True)]
-MEGATRON = ["TP2 SP", "PP2 VPP2", "DP2", "DP2 plain optimizer"]
+MEGATRON = ["TP2 SP", "PP2 VPP2", "DP2", "DP2 plain optimizer", "DP2, optimizer on the host"]
 
 
 @contextmanager

@@ -37,6 +37,10 @@ MEGATRON = {
     "DP2": ("float32", {}),
     "DP2 plain optimizer": ("float32", {"use_distributed_optimizer": False}),
     "DP2 bfloat16": ("bfloat16", {}),
+    "TP2 bfloat16, optimizer on the host": (
+        "bfloat16",
+        {"tensor_model_parallel_size": 2, "offload": OffloadConfig(optimizer_offload=True)},
+    ),
 }
 
 

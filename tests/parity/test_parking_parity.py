@@ -10,7 +10,7 @@ pytestmark = pytest.mark.engine
 WORKER = Path(__file__).with_name("parking_worker.py")
 CASES = [
     "stage (0, False, False)", "stage (1, False, False)", "stage (2, False, True)", "stage (3, False, False)",
-    "stage (3, True, True)", "TP2 SP", "PP2 VPP2", "DP2", "DP2 plain optimizer",
+    "stage (3, True, True)", "TP2 SP", "PP2 VPP2", "DP2", "DP2 plain optimizer", "DP2, optimizer on the host",
 ]  # fmt: skip
 
 

@@ -47,7 +47,11 @@ def test_what_is_on_is_not_offered_again():
     ("knobs", "absent"),
     [
         ({f"{ACTOR}.strategy": "megatron"}, f"{MODEL}.enable_activation_offload"),
-        ({f"{ACTOR}.strategy": "megatron"}, f"{ACTOR}.fsdp_config.optimizer_offload"),
+        ({f"{ACTOR}.strategy": "megatron"}, f"{ACTOR}.fsdp_config.param_offload"),
+        (
+            {f"{ACTOR}.strategy": "megatron", f"{ACTOR}.megatron.use_distributed_optimizer": "false"},
+            f"{ACTOR}.fsdp_config.optimizer_offload",
+        ),
         ({f"{ACTOR}.deepspeed.zero_stage": 2}, f"{ACTOR}.fsdp_config.param_offload"),
         ({}, "actor_rollout_ref.ref.fsdp_config.param_offload"),  # no reference model
         (

@@ -154,6 +154,18 @@ def test_megatron_lms_own_script_prints_the_same(name, tp, pp, dp, distributed, 
     assert on_gpu(megatron_states(Role.actor, shape, layout, vocab=shape.vocab)) == pytest.approx(printed, rel=1e-9)
 
 
+def test_megatrons_optimizer_on_the_host_has_master_weights_and_gradients_there():
+    shape = find_model("llama-3.1-8b")
+    layout = MegatronLayout(4, 2, optimizer_offload=True)
+    rank = megatron_params(shape, layout).value
+    states = megatron_states(
+        Role.actor, shape, layout
+    )  # bfloat16: 2 + 4 here, (4 + 8 + 4) / 2 data-parallel ranks there
+    assert (on_gpu(states), on_host(states)) == (6 * rank, 16 * rank / 2)
+    states = megatron_states(Role.actor, shape, layout, FP32)  # weights on the host are a copy, too
+    assert (on_gpu(states), on_host(states)) == (8 * rank, 16 * rank / 2)
+
+
 def test_megatron_alone_holds_every_parameter():
     shape = find_model("llama-3.1-8b")
     assert megatron_params(shape, MegatronLayout(1)).value == shape.num_params

@@ -63,11 +63,11 @@ def test_a_failure_on_one_machine_ends_the_other(launch, tmp_path):
     assert "rank 1 (pid" in (run_dir / "first_failure.json").read_text()
 
 
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("launcher", ["torchrun", pytest.param("deepspeed", marks=pytest.mark.long)])
 def test_the_whole_trainer_runs_on_two_machines(launch, tmp_path, launcher):
     for process in launch(launcher, "launch/train.py", *SHORT):
-        assert process.wait(600) == 0, said(tmp_path)
+        assert process.wait(1500) == 0, said(tmp_path)
     records = [record for record in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "time/step_s" in record]
     assert [record["step"] for record in records] == [1, 2]
     assert all(record["sync/changed_tensors_fraction"] > 0 for record in records)

@@ -9,20 +9,8 @@ import torch
 from rlhf_mp.train import megatron_cpu
 
 
-class Recorder:
-    """Stands for what replaces ``torch.cuda``."""
-
-    FloatTensor = torch.FloatTensor
-
-    def current_device(self):
-        return torch.device("cpu")
-
-    def move(self, x, *args, **kwargs):
-        return x
-
-
 def run(source: str, **names) -> dict:
-    space = {"torch": torch, megatron_cpu.NAME: Recorder(), **names}
+    space = {"torch": torch, megatron_cpu.NAME: megatron_cpu.cpu_accelerator(), **names}
     exec(megatron_cpu.retargeted(source, "source.py"), space)
     return space
 
@@ -35,6 +23,8 @@ def run(source: str, **names) -> dict:
         ("got = torch.zeros(2, device=torch.cuda.current_device()).device.type", "cpu"),
         ("got = torch.ones(2).cuda(0, non_blocking=True).sum().item()", 2.0),
         ("got = torch.ones(2).is_cuda", True),
+        ("kept = torch.ones(2).cpu().pin_memory()\ngot = kept.is_cuda", False),
+        ("kept = torch.ones(2).cpu().pin_memory()\ngot = kept.detach().clone().float().is_cuda", False),
         ("got = torch.ones(2).type() == 'torch.cuda.FloatTensor'", True),
         ("got = torch.empty(2, pin_memory=True).is_pinned()", False),
         ("got = 'a cuda stream'", "a cuda stream"),
