@@ -14,7 +14,14 @@ from rlhf_mp.algorithms.losses import make_policy_loss
 from rlhf_mp.algorithms.registered import advantage_estimators
 from rlhf_mp.cluster.ranks import leave_ranks
 from rlhf_mp.config.algorithm import AlgorithmConfig
-from rlhf_mp.config.schema import ActorConfig, DeepSpeedConfig, MegatronConfig, ModelConfig, OptimConfig
+from rlhf_mp.config.schema import (
+    ActorConfig,
+    DeepSpeedConfig,
+    MegatronConfig,
+    ModelConfig,
+    OffloadConfig,
+    OptimConfig,
+)
 from rlhf_mp.data.collate import collate
 from rlhf_mp.data.partition import Cut, plan_step
 from rlhf_mp.data.types import Trajectory
@@ -37,6 +44,7 @@ MEGATRON: dict[int, dict[str, dict[str, Any]]] = {
         " PP2 VPP2": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
         " CP2": {"context_parallel_size": 2},
         " DP2": {},
+        " DP2, optimizer on the host": {"on_host": True},
         " TP2 SP packed": {"tensor_model_parallel_size": 2, "sequence_parallel": True, "packed": True},
     },
     4: {" TP2 PP2 SP": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "sequence_parallel": True}},
@@ -107,10 +115,13 @@ def torch_engine(path: str, dtype: str, num_updates: int) -> Iterator[tuple[Trai
 
 
 @contextmanager
-def zero3_engine(path: str, dtype: str, num_updates: int) -> Iterator[tuple[TrainEngine, ActorConfig]]:
+def zero3_engine(
+    path: str, dtype: str, num_updates: int, *, on_host: bool = False
+) -> Iterator[tuple[TrainEngine, ActorConfig]]:
     from rlhf_mp.train.deepspeed_engine import DeepSpeedEngine
 
-    actor = actor_config(deepspeed=DeepSpeedConfig(zero_stage=3, param_persistence_threshold=0))
+    zero = DeepSpeedConfig(zero_stage=3, param_persistence_threshold=0)
+    actor = actor_config(deepspeed=zero, fsdp_config=OffloadConfig(param_offload=on_host, optimizer_offload=on_host))
     engine = DeepSpeedEngine(lambda: load_causal_lm(path, DTYPES[dtype]), settings(), actor, num_updates, dtype)
     yield engine, actor
     engine.engine.destroy()
@@ -118,13 +129,13 @@ def zero3_engine(path: str, dtype: str, num_updates: int) -> Iterator[tuple[Trai
 
 @contextmanager
 def megatron_engine(
-    path: str, dtype: str, num_updates: int, *, packed: bool = False, **knobs: Any
+    path: str, dtype: str, num_updates: int, *, packed: bool = False, on_host: bool = False, **knobs: Any
 ) -> Iterator[tuple[TrainEngine, ActorConfig]]:
     from megatron.core import parallel_state
 
     from rlhf_mp.train.megatron_engine import MegatronEngine
 
-    actor = actor_config(megatron=MegatronConfig(**knobs))
+    actor = actor_config(megatron=MegatronConfig(**knobs), fsdp_config=OffloadConfig(optimizer_offload=on_host))
     model = ModelConfig(path=path, dtype=dtype, enable_gradient_checkpointing="recompute" in knobs)
     yield MegatronEngine(model, settings(packed=packed), actor, num_updates), actor
     parallel_state.destroy_model_parallel()
@@ -134,6 +145,7 @@ def engines(world: int) -> dict[str, tuple[Callable, dict[str, Any]]]:
     found: dict[str, tuple[Callable, dict[str, Any]]] = {"torch": (torch_engine, {})} if world == 1 else {}
     if world <= 2:
         found["DeepSpeed ZeRO-3"] = (zero3_engine, {})
+        found["DeepSpeed ZeRO-3, all on the host"] = (zero3_engine, {"on_host": True})
     return found | {f"Megatron{name}": (megatron_engine, knobs) for name, knobs in MEGATRON[world].items()}
 
 
