@@ -12,7 +12,7 @@ from job import Job
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 LIMIT_S = 30
-PHASE_S = 90  # the start must be over by then, too
+PHASE_S = 180  # the start must be over by then too, on a busy machine
 KILLED = "died without a word, killed by SIGKILL"
 
 
