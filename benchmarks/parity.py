@@ -75,15 +75,16 @@ def largest(ours: Sequence[float], theirs: Sequence[float]) -> float:
 def table(rows: list[dict[str, Any]]) -> str:
     """For reading: the differences, then every update's loss and gradient norm."""
     columns = ("max_loss_diff", "max_grad_norm_diff", "max_weight_diff")
-    lines = [f"{'type':9} {'layout':28} {'ranks':>5} " + " ".join(f"{name:>18}" for name in columns)]
+    width = max(len(row["layout"]) for row in rows)
+    lines = [f"{'type':9} {'layout':{width}} {'ranks':>5} " + " ".join(f"{name:>18}" for name in columns)]
     for row in rows:
         numbers = " ".join(f"{row[name]:18.1e}" for name in columns)
-        lines.append(f"{row['dtype']:9} {row['layout']:28} {row['ranks']:5} {numbers}")
+        lines.append(f"{row['dtype']:9} {row['layout']:{width}} {row['ranks']:5} {numbers}")
     lines += ["", "loss / gradient norm of each update"]
     for row in rows:
         pairs = zip(row["losses"], row["grad_norms"], strict=True)
         updates = "  ".join(f"{loss:+.4f}/{norm:.4f}" for loss, norm in pairs)
-        lines.append(f"{row['dtype']:9} {row['layout']:28} {updates}")
+        lines.append(f"{row['dtype']:9} {row['layout']:{width}} {updates}")
     return "\n".join(lines)
 
 
