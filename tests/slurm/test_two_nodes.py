@@ -90,8 +90,10 @@ def test_the_end_of_the_keeper_of_such_a_machine_ends_the_job(sbatch, cluster):
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 PIPELINE = {f"{ACTOR}.megatron.tensor_model_parallel_size": 1, f"{ACTOR}.megatron.pipeline_model_parallel_size": 2}
+TENSOR_INSIDE = PIPELINE | {f"{ACTOR}.megatron.tensor_model_parallel_size": 2, "trainer.n_gpus_per_node": 2}
 LAYOUTS = {
     "megatron, a stage on each": ("configs/quickstart_megatron.yaml", PIPELINE),
+    "megatron, a stage on each, its matrices on two ranks": ("configs/quickstart_megatron.yaml", TENSOR_INSIDE),
     "disjoint": ("configs/quickstart_async.yaml", {}),
 }
 
@@ -105,6 +107,7 @@ def test_two_machines_train_in_other_layouts(sbatch, config, words):
         "trainer.total_training_steps=3",
         "trainer.test_freq=-1",
         "trainer.save_freq=-1",
+        options=(f"--ntasks-per-node={words.get('trainer.n_gpus_per_node', 1)}",),
         config=config,
         environ={"RLHF_MP_SCRIPT": "launch/train.py"},
     )
