@@ -74,11 +74,14 @@ class Section:
     layout: str
 
 
-def steps_on_host(layout: planned.Layout) -> bool:
-    """Whether its optimizer can."""
-    return isinstance(layout, planned.ZeroLayout) or (
-        isinstance(layout, planned.MegatronLayout) and layout.distributed_optimizer
-    )
+def _could_step_on_host(layout: planned.Layout) -> bool:
+    """Whether its optimizer can, and does not yet."""
+    match layout:
+        case planned.ZeroLayout():
+            return not layout.optimizer_offload
+        case planned.MegatronLayout():
+            return layout.distributed_optimizer and not layout.optimizer_offload
+    return False
 
 
 def _offloaded(job: planned.Job, models: Sequence[Section]) -> Iterator[tuple[str, planned.Job]]:
@@ -92,7 +95,7 @@ def _offloaded(job: planned.Job, models: Sequence[Section]) -> Iterator[tuple[st
             job = changed(own, stage=3)
             yield f"{own.key}.deepspeed.zero_stage=3", job
     for own in models:
-        if steps_on_host(getattr(job, own.layout)) and job.gpu and not getattr(job, own.layout).optimizer_offload:
+        if job.gpu and _could_step_on_host(getattr(job, own.layout)):
             job = changed(own, optimizer_offload=True)
             yield f"{own.key}.fsdp_config.optimizer_offload=true", job
     if zero and job.reference and job.adapter is None and not job.reference_offload:

@@ -1,15 +1,18 @@
 """What single keys of a config add to its plan or take from it, by hand."""
 
+from pathlib import Path
+
 import pytest
 
-from rlhf_mp.config.load import config_from_dict
+from rlhf_mp.config.load import config_from_dict, load_config
 from rlhf_mp.config.schema import RunConfig
 from rlhf_mp.phase import Phase
 from rlhf_mp.planner.amount import GIB
 from rlhf_mp.planner.hardware import find_gpu
-from rlhf_mp.planner.preflight import Machine, job_of, plan_of
+from rlhf_mp.planner.preflight import Machine, job_of, plan_of, plan_problems
 from rlhf_mp.planner.term import Component
 
+ROOT = Path(__file__).parents[2]
 H100 = Machine(find_gpu("h100"), 1000 * GIB)
 MODEL, ACTOR = "actor_rollout_ref.model", "actor_rollout_ref.actor"
 
@@ -91,3 +94,13 @@ def test_a_checkpoint_that_is_written_in_the_background_is_planned_in_host_memor
 def test_the_copy_of_an_adapters_checkpoint_is_the_adapters(folder):
     found = copies(run(folder, "trainer.async_save=true", f"{MODEL}.lora_rank=16"))
     assert 0 < found[Phase.train] < 12 * 0.01 * 7.6e9 / 8
+
+
+def test_a_megatron_run_that_does_not_fit_is_told_to_step_on_the_host():
+    pipeline = "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size"
+    words = ["trainer.nnodes=4", f"{pipeline}=4"]  # half of the machines that the config is written for
+    path = ROOT / "configs/ppo_llama3.1_70b_megatron.yaml"
+    (problem,) = plan_problems(load_config(path, words), H100)
+    changes = problem.fix.split(" (then")[0].split()
+    assert "actor_rollout_ref.actor.fsdp_config.optimizer_offload=true" in changes
+    assert list(plan_problems(load_config(path, [*words, *changes]), H100)) == []
